@@ -109,7 +109,7 @@ def error_of(model: Any, *arguments: Any, **named: Any) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("ranks", [1, 2, pytest.param(4, marks=pytest.mark.sweep)])
 def test_tokens_of_one_process(ranks: int) -> None:
     for rank in run_ranks(ranks, generate, ranks):
         for name in ("one row", "rows"):

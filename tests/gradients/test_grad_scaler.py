@@ -193,7 +193,7 @@ def wrap_with_a_scaler_of_torch(rank: int, ranks: int) -> None:
         NxDPPModel(model, num_microbatches=2, transformer_layer_cls=nn.Linear, grad_scaler=scaler)
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.sweep)])
 def test_a_model_with_a_scaler_of_torch_is_refused(ranks: int) -> None:
     run_ranks(ranks, wrap_with_a_scaler_of_torch, ranks)
 

@@ -88,7 +88,7 @@ def _remedies(rank: int, model: NxDPPModel, optimizer: torch.optim.Optimizer, fo
         torch.save(again.state_dict(), io.BytesIO())
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.sweep)])
 def test_a_part_is_not_written_as_the_whole(ranks: int, tmp_path: Path) -> None:
     first = run_ranks(ranks, _saves, ranks, tmp_path)[0]
 
@@ -205,7 +205,7 @@ def _one_process() -> list[dict[str, torch.Tensor]]:
     return _trained(model, losses)
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.sweep)])
 def test_an_average_over_a_ranks_parameters_is_one_process_s(ranks: int) -> None:
     expected = _one_process()
 
@@ -249,7 +249,7 @@ def _stale(rank: int, ranks: int) -> list[str]:
     return messages
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.sweep)])
 def test_an_average_of_the_whole_model_does_not_go_stale(ranks: int) -> None:
     for by_names, by_order in run_ranks(ranks, _stale, ranks):
         assert "is not in this rank's part" in by_names
@@ -309,7 +309,7 @@ def _beside_a_copy(rank: int, ranks: int) -> None:
     assert not [line for line in lines if "an average (EMA)" in line]
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.sweep)])
 def test_an_average_over_a_copy_of_the_whole_model_is_warned_of(ranks: int) -> None:
     run_ranks(ranks, _beside_a_copy, ranks)
 

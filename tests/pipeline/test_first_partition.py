@@ -73,7 +73,7 @@ def train_with_noise(rank: int, ranks: int) -> None:
     torch.testing.assert_close(model.run_train(x=x, eps=eps), expected.detach())
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.sweep)])
 def test_noise_that_each_step_gives_is_in_the_example(ranks: int) -> None:
     run_ranks(ranks, train_with_noise, ranks)
 

@@ -81,6 +81,6 @@ def test_different_shapes_need_no_tags() -> None:
 
 @pytest.mark.sweep
 @pytest.mark.parametrize("has_nccl_rules", [False, True])
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.sweep)])
 def test_every_family_takes_different_shapes(ranks: int, has_nccl_rules: bool) -> None:
     run_ranks(ranks, over_ranks, ranks, tuple(FAMILIES), has_nccl_rules, timeout=300.0)

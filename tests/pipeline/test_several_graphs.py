@@ -85,7 +85,7 @@ def over_ranks(rank: int, ranks: int, families: Sequence[str], has_nccl_rules: b
         )
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.sweep)])
 def test_optional_inputs_of_some_samples_are_exact_over_ranks(ranks: int) -> None:
     run_ranks(ranks, over_ranks, ranks, ("1f1b", "interleaved", "zb-v"), False)
 
@@ -96,7 +96,7 @@ def test_several_graphs_need_no_tags() -> None:
 
 @pytest.mark.sweep
 @pytest.mark.parametrize("has_nccl_rules", [False, True])
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.sweep)])
 def test_every_family_takes_several_graphs(ranks: int, has_nccl_rules: bool) -> None:
     run_ranks(ranks, over_ranks, ranks, tuple(FAMILIES), has_nccl_rules, timeout=300.0)
 

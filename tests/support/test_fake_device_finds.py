@@ -512,7 +512,7 @@ def test_a_defect_is_found(name: str) -> None:
         run_ranks(TABLE[name].ranks, observed, [name], True, timeout=60)
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.sweep)])
 def test_nothing_is_found_without_a_defect(ranks: int) -> None:
     programs = {(row.program, row.always): name for name, row in TABLE.items() if row.ranks == ranks}
     run_ranks(ranks, observed, list(programs.values()), False, timeout=120)

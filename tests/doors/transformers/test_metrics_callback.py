@@ -37,7 +37,7 @@ def train(rank: int, folder: Path, stages: int) -> list[dict[str, Any]]:
     return logs
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.sweep)])
 def test_steps_have_their_logs_and_a_resumed_training_appends(ranks: int, tmp_path: Path) -> None:
     logs, *_ = run_ranks(ranks, train, tmp_path, ranks)
     run = RunMetrics(tmp_path)

@@ -80,7 +80,7 @@ def train(rank: int, folder: Path) -> dict[str, Logs]:
     return logs
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.sweep)])
 def test_a_reward_model_trains_as_in_one_process(ranks: int, tmp_path: Path) -> None:
     ours = run_ranks(ranks, train, tmp_path)
     for name in CASES:

@@ -271,7 +271,7 @@ def pipelined(rank: int, world_size: int) -> dict[str, Any]:
     return compare(rank, world_size, SCRIPTS)
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.sweep)])
 def test_over_a_pipeline(world_size: int) -> None:
     for result in run_ranks(world_size, pipelined, world_size):
         for name, (alone, together) in result.items():
@@ -399,7 +399,7 @@ def sharded(rank: int, world_size: int) -> None:
     assert all(torch.equal(gathered(each), old) for each, old in zip(known, before, strict=True))
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.sweep)])
 def test_over_rows_of_shards(world_size: int) -> None:
     run_ranks(world_size, sharded, world_size)
 

@@ -166,7 +166,7 @@ def compared(rank: int, world_size: int) -> dict[str, Any]:
     return compare(rank, world_size, SCRIPTS)
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.sweep)])
 def test_a_recomputation_has_the_state_of_its_forward(world_size: int) -> None:
     for found in run_ranks(world_size, compared, world_size):
         for name, (expected, numbers) in found.items():

@@ -233,7 +233,7 @@ def compared(rank: int, world_size: int) -> dict[str, Any]:
     return compare(rank, world_size, SCRIPTS)
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.sweep)])
 def test_losses_are_those_of_one_process(world_size: int) -> None:
     for result in run_ranks(world_size, compared, world_size):
         for name, (alone, pipelined) in result.items():

@@ -237,7 +237,7 @@ def all_in_one_start(rank: int, world_size: int) -> tuple[dict[str, str], dict[s
     return told, compare(rank, world_size, REMEDIES)
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.sweep)])
 def test_a_sentence_on_every_rank_and_its_remedy(world_size: int) -> None:
     for told, numbers in run_ranks(world_size, all_in_one_start, world_size):
         for name, _, message in CASES:
@@ -291,6 +291,6 @@ def list_beside_a_copy(rank: int, ranks: int) -> None:
     assert re.search(r"lists the \d+ parameters .* beside the \d+ of 'copied'.*Copy this rank's part", told[0])
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.sweep)])
 def test_an_average_over_a_copy_of_the_whole_model_is_warned_of_and_a_comparison_is_not(ranks: int) -> None:
     run_ranks(ranks, list_beside_a_copy, ranks)

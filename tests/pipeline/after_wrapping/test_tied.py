@@ -143,7 +143,7 @@ def compared(rank: int, world_size: int) -> dict[str, Any]:
     return compared | {"tied": (tied, len(weights))}
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.sweep)])
 def test_a_tie_stays_a_tie(world_size: int) -> None:
     for rank, result in enumerate(run_ranks(world_size, compared, world_size)):
         holds = rank in (0, world_size - 1)

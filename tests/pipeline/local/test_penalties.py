@@ -76,13 +76,13 @@ CASES: list[tuple[str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("name", "arguments"), CASES)
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.sweep)])
 def test_a_penalty_over_a_part_is_refused(ranks: int, name: str, arguments: dict[str, Any]) -> None:
     with pytest.raises(AssertionError, match=r"a penalty would be one of this part of the model.*after run_train"):
         run_ranks(ranks, step, ranks, name, arguments)
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("ranks", [1, 2, pytest.param(4, marks=pytest.mark.sweep)])
 def test_a_penalty_of_one_layer_or_of_one_stage_is_right(ranks: int) -> None:
     run_ranks(ranks, step, ranks, "listed" if ranks == 1 else "of_the_last_layer", {})
 
@@ -109,7 +109,7 @@ def added(rank: int, ranks: int) -> tuple[float, float]:
     return abs(float(loss + total - expected)), max(distances)
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.sweep)])
 def test_a_penalty_of_each_rank_after_the_step_is_that_of_one_process(ranks: int) -> None:
     for loss, gradients in run_ranks(ranks, added, ranks):
         assert loss < 1e-5

@@ -71,7 +71,7 @@ def followed(batch: dict[str, torch.Tensor]) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("ranks", [1, 2, pytest.param(4, marks=pytest.mark.sweep)])
 def test_the_scaler_of_torch_is_refused_with_the_remedy(ranks: int) -> None:
     for told, different in run_ranks(ranks, train, ranks):
         assert "divided the gradients of SGD by its scale of 65536" in told

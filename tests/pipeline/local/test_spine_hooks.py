@@ -124,6 +124,6 @@ def _wrap_twice(rank: int, ranks: int) -> list[str]:
     return before + [each[:14] for each in found if "hooks" in each]
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.sweep)])
 def test_a_second_wrapper_warns_of_the_program_s_hooks_alone(ranks: int) -> None:
     assert run_ranks(ranks, _wrap_twice, ranks) == [["hooks of first"]] * ranks

@@ -324,7 +324,7 @@ def evaluate_uneven_rows(rank: int, ranks: int) -> list[tuple[list[str], float, 
     return found
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.sweep)])
 def test_rows_that_do_not_divide_weigh_by_their_labels_without_a_warning(ranks: int) -> None:
     (right, uneven), *others = run_ranks(ranks, evaluate_uneven_rows, ranks)
     assert not right[0]

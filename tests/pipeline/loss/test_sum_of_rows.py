@@ -208,7 +208,7 @@ def _name(function: Any) -> str:
     return "target" if isinstance(function, nn.Module) else "label"
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.sweep)])
 def test_a_first_step_tells_once_of_a_sum_over_rows(ranks: int) -> None:
     by_rank = run_ranks(ranks, told, ranks)
 

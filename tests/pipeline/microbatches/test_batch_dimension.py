@@ -124,7 +124,7 @@ def train(rank: int, ranks: int, name: str, by_name: bool) -> list[str]:
 
 @pytest.mark.parametrize("by_name", [False, True], ids=["number", "names"])
 @pytest.mark.parametrize("name", ["tokens", "classes"])
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.sweep)])
 def test_sequences_first_train_as_in_one_process(ranks: int, name: str, by_name: bool) -> None:
     for (asked,) in run_ranks(ranks, train, ranks, name, by_name):
         if name == "tokens":
@@ -168,7 +168,7 @@ def train_flat(rank: int, ranks: int) -> str:
     return text
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.sweep)])
 def test_the_remedy_for_flat_targets_trains_as_in_one_process(ranks: int) -> None:
     for text in run_ranks(ranks, train_flat, ranks):
         assert text.index("target.reshape") < text.index("shared_inputs")

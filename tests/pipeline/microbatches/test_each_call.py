@@ -142,7 +142,7 @@ def states(rank: int, ranks: int) -> tuple[dict[str, list[str]], float]:
     return said, max(distances)
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.sweep)])
 def test_state_that_changes_with_each_call_is_told_of_once(ranks: int) -> None:
     by_rank = run_ranks(ranks, states, ranks)
     for kind in (*TOLD, *UNTOLD):
@@ -186,7 +186,7 @@ def hooks(rank: int, ranks: int) -> tuple[list[str], list[str], float, float]:
     return told, [*kept.texts], linear, after
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.sweep)])
 def test_hooks_of_gradients_are_told_of_once(ranks: int) -> None:
     for told, later, linear, after in run_ranks(ranks, hooks, ranks):
         assert len(told) == 1

@@ -102,7 +102,7 @@ def told(rank: int, ranks: int, name: str) -> tuple[list[str], list[str], float,
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.sweep)])
 def test_the_first_step_tells_of_losses_that_mix_rows(ranks: int, name: str) -> None:
     (first, later, loss, whole), *others = run_ranks(ranks, told, ranks, name)
 
@@ -165,7 +165,7 @@ def other_times(rank: int, ranks: int) -> list[str]:
     return [text for text in texts if " in training (" in text]
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.sweep)])
 def test_batch_norms_are_named_once_where_they_take_statistics(ranks: int) -> None:
     first, *others = run_ranks(ranks, other_times, ranks)
 
@@ -210,7 +210,7 @@ def all_out(rank: int, ranks: int) -> dict[str, Any]:
     return {way: out(ranks, way) for way in WAYS}
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.sweep)])
 def test_a_way_out_has_the_loss_of_the_whole_batch(ranks: int) -> None:
     found = [own[way] for own in run_ranks(ranks, all_out, ranks) for way in WAYS]
     for loss, expected, ours, theirs in found:

@@ -231,7 +231,7 @@ def with_a_hidden_state(rank: int, ranks: int, named: bool) -> float:
     return float(loss)
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.sweep)])
 def test_an_input_made_from_a_parameter_of_another_rank_is_refused_with_a_remedy(ranks: int) -> None:
     with pytest.raises(AssertionError, match=r"input input is on meta.*of another rank.*parallel_state.local_device"):
         run_ranks(ranks, with_a_hidden_state, ranks, False)

@@ -129,7 +129,7 @@ def train(rank: int, ranks: int, case: str) -> str:
         ),
     ],
 )
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.sweep)])
 def test_the_remedy_of_the_question_trains_as_in_one_process(ranks: int, case: str, remedy: str) -> None:
     assert run_ranks(ranks, train, ranks, case) == [remedy] * ranks
 

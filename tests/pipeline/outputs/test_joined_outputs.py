@@ -191,7 +191,7 @@ def evaluate_statistics(rank: int, ranks: int) -> None:
         torch.testing.assert_close(output["sum"], torch.stack([each["sum"] for each in parts]))
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.sweep)])
 def test_outputs_that_are_no_rows_are_on_all_ranks(ranks: int) -> None:
     run_ranks(ranks, evaluate_statistics, ranks)
 

@@ -212,6 +212,6 @@ def test_the_sender_refuses_what_no_rank_could_make() -> None:
     assert "sent bytes that are no value" not in str(caught.value)
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.sweep)])
 def test_as_in_one_process(ranks: int) -> None:
     assert run_ranks(ranks, train, ranks) == [[]] * ranks

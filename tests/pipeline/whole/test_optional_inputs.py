@@ -86,7 +86,7 @@ def train(rank: int, ranks: int) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.sweep)])
 def test_inputs_with_defaults_may_be_left_out_or_are_asked_for(ranks: int) -> None:
     for message in run_ranks(ranks, train, ranks):
         assert "Needed could not be traced with the inputs []: AttributeError: 'NoneType' object has no" in message

@@ -78,7 +78,7 @@ def drawn_by_numpy(rank: int, stages: int, remedy: bool) -> int:
     return 3
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.sweep)])
 def test_a_layer_that_draws_by_numpy_is_a_cause_of_other_rows(ranks: int) -> None:
     words = r"(?s)other values of input.*numpy, without a seed or where a layer .*numpy\.random\.default_rng\(seed\)"
     with pytest.raises(AssertionError, match=words):

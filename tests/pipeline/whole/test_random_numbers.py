@@ -304,7 +304,7 @@ def numbers_of_one_stage(rank: int, tensor: int) -> list[float]:
 
 
 @pytest.mark.cpu_only("layers draw other numbers on a device than the process that is compared")
-@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("ranks", [1, 2, pytest.param(4, marks=pytest.mark.sweep)])
 def test_one_stage_draws_the_numbers_of_one_process(ranks: int) -> None:
     torch.manual_seed(0)
     model, rows = Vae(draws=True), torch.ones(4, 8)

@@ -261,7 +261,7 @@ def hooked(rank: int, ranks: int) -> tuple[str, list[float]]:
     return str(error.value), distances
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.sweep)])
 def test_a_hook_of_gradients_is_named_where_losses_are_equal(ranks: int) -> None:
     for message, distances in run_ranks(ranks, hooked, ranks):
         assert "The losses are equal: a hook of a parameter (register_hook)" in message

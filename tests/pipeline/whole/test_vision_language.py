@@ -307,7 +307,7 @@ def _evaluate_uneven(rank: int, stages: int) -> None:
             torch.testing.assert_close(loss, expected.loss, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.sweep)])
 def test_any_number_of_rows_with_images_is_evaluated(ranks: int) -> None:
     run_ranks(ranks, _evaluate_uneven, ranks)
 

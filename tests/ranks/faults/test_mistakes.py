@@ -107,7 +107,7 @@ def _item(loss: Any) -> Any:
     return loss.item()
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.sweep)])
 def test_the_note_names_the_call_that_came_last(ranks: int) -> None:
     for rank, told in enumerate(run_ranks(ranks, left_over, ranks)):
         for name, (backward, item) in told.items():

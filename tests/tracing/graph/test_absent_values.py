@@ -172,7 +172,7 @@ def with_a_plain_tracer(rank: int, ranks: int) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.sweep)])
 def test_a_plain_tracer_through_layers_is_refused(ranks: int) -> None:
     for message in run_ranks(ranks, with_a_plain_tracer, ranks):
         assert (

@@ -134,6 +134,6 @@ def train(rank: int, ranks: int) -> None:
             pytest.fail(f"{name}: {wrapped(change).run_train(**batch())}")
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.sweep)])
 def test_a_change_is_that_of_one_process_or_refused(ranks: int) -> None:
     run_ranks(ranks, train, ranks)

@@ -93,6 +93,6 @@ def _train_on_pixels(rank: int, ranks: int) -> None:
             optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.sweep)])
 def test_an_input_that_forward_changes_in_place_trains_as_in_one_process(ranks: int) -> None:
     run_ranks(ranks, _train_on_pixels, ranks)
