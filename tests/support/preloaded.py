@@ -61,6 +61,14 @@ with suppress(Exception):
     # A load and a save need hundreds of compiled patterns, which transformers keeps.
     import_module("transformers.conversion_mapping").get_checkpoint_conversion_mapping("llama")
 
+with suppress(Exception):
+    # A first trace reads and parses the sources of the model and of torch, which ranks would do each by itself.
+    torch, nxdpp, models = map(import_module, ("torch", "nxdpp.public", "tests.support.models"))
+    for each in ("llama", "gpt2", "bert"):
+        ids = torch.zeros(1, 4, dtype=torch.long)
+        nxdpp.trace_layers(models.make(each), {"input_ids": ids, "attention_mask": ids, "labels": ids})
+    torch.seed()
+
 gc.collect()
 gc.freeze()
 
