@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 # What `python -m venv` makes, with this environment for the one that pip would fill.
 _VENV = f"""#!/bin/sh
@@ -30,6 +32,7 @@ def report(tmp_path: Path, *arguments: str) -> tuple[int, list[str]]:
     return ran.returncode, ran.stdout.splitlines()
 
 
+@pytest.mark.sweep
 def test_names_that_have_gone_or_changed_are_printed_before_the_tests(tmp_path: Path) -> None:
     chosen = ["-k", "_assert_async or _detect_is_causal_mask or Tensor._version"]
     status, (versions, *lines) = report(tmp_path, "-p", "tests.ground.changed_names", *chosen)

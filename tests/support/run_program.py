@@ -42,7 +42,7 @@ def run_program(
     script: str,
     arguments: Sequence[str],
     ranks: int,
-    timeout: float = 240.0,
+    timeout: float = 400.0,
     first_rank_has_store: bool = False,
     own_outputs: bool = False,
     folder: Path | None = None,

@@ -45,7 +45,7 @@ STACK_SECONDS = 0.3
 """Time that a running rank has to write its stacks before it is killed."""
 
 
-def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout: float = 240.0) -> list[Any]:
+def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout: float = 400.0) -> list[Any]:
     """Return the results of ``function(rank, *args)`` in ``world_size`` processes, in rank order.
 
     ``function`` is defined at the top of a module. It, ``args`` and the results travel by pickle, tensors by value.

@@ -101,7 +101,7 @@ def _cases(rank: int) -> None:
 
 
 def test_two_tensor_ranks() -> None:
-    run_ranks(2, _cases, timeout=120.0)
+    run_ranks(2, _cases)
 
 
 def _without_marks(rank: int) -> None:
@@ -136,4 +136,4 @@ def _without_the_option(rank: int) -> None:
 )
 def test_gradients_of_parts_of_a_sequence(program: Callable[[int], None], remedy: str) -> None:
     with pytest.raises(AssertionError, match=rf"copy of layers\.0\.norm\.weight.*{remedy}"):
-        run_ranks(2, program, timeout=120.0)
+        run_ranks(2, program)

@@ -52,7 +52,7 @@ def _train(name: str, layers: int) -> dict[str, Any]:
 
 
 def _compare(world: int, layers: int, names: list[str]) -> None:
-    on_cpu = run_ranks(world, _train_all, None, world, layers, names, timeout=120)
+    on_cpu = run_ranks(world, _train_all, None, world, layers, names)
     on_xla = run_xla_ranks(world, _train_all, "xla", world, layers, names, timeout=500)
     for cpu, xla in zip(on_cpu, on_xla, strict=True):
         for name in names:

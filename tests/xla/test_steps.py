@@ -206,7 +206,7 @@ def _evaluate() -> dict[str, Any]:
 
 
 def test_steps_of_many_kinds_give_the_numbers_of_the_cpu() -> None:
-    on_cpu = run_ranks(2, _run_all, None, timeout=120)
+    on_cpu = run_ranks(2, _run_all, None)
     on_xla = run_xla_ranks(2, _run_all, "xla", timeout=500)
     for cpu, xla in zip(on_cpu, on_xla, strict=True):
         for name, known in cpu.items():

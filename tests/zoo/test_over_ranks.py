@@ -142,5 +142,5 @@ def wrong_gradients(wrapped: NxDPPModel, whole: nn.Module) -> list[str]:
 )
 def test_types_train_as_in_one_process(stages: int, types: Types) -> None:
     exact: dict[str, list[str]] = {name: [] for names in types.values() for name in names}
-    for rank in run_ranks(stages, train, stages, types, timeout=150):
+    for rank in run_ranks(stages, train, stages, types):
         assert rank == exact

@@ -182,7 +182,7 @@ def _from_fsdp(rank: int, path: Path) -> None:
 
 
 def test_a_training_with_fsdp2_goes_on_in_a_pipeline(tmp_path: Path) -> None:
-    run_ranks(2, _from_fsdp, tmp_path, timeout=120.0)
+    run_ranks(2, _from_fsdp, tmp_path)
     read = []
     for tag in ("theirs", "pipeline", "shards"):
         model = make("llama")

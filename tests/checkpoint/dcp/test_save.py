@@ -114,7 +114,7 @@ def _save(rank: int, path: Path) -> None:
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """For each layout a checkpoint of nxdpp, and one that torch.distributed.checkpoint reads too."""
     path: Path = tmp_path_factory.mktemp("dcp")
-    run_ranks(4, _save, path, timeout=120.0)
+    run_ranks(4, _save, path)
     return path
 
 

@@ -182,7 +182,7 @@ def _cases(rank: int, layout: Layout, path: Path) -> int:
 
 @pytest.mark.parametrize("layout", [Layout(2), Layout(1, 1, True)], ids=str)
 def test_training_goes_on_while_a_thread_writes(layout: Layout, tmp_path: Path) -> None:
-    steps = run_ranks(2, _cases, layout, tmp_path, timeout=150)
+    steps = run_ranks(2, _cases, layout, tmp_path)
     assert steps[0] == steps[1] < _STEPS - 1
     assert steps[0] > 1
 

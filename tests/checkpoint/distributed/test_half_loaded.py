@@ -113,7 +113,7 @@ def _loads(rank: int, path: Path) -> tuple[list[str], list[str]]:
 
 
 def test_all_ranks_refuse_steps_and_saves_until_a_load_succeeds(tmp_path: Path) -> None:
-    for notes, refused in run_ranks(2, _loads, tmp_path, timeout=150):
+    for notes, refused in run_ranks(2, _loads, tmp_path):
         assert notes == [load.MIXED]
         for message in refused:
             assert f"The load of {tmp_path / 'damaged'} failed midway (DamagedFile: " in message

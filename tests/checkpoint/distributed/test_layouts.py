@@ -83,9 +83,9 @@ def _copies(rank: int, path: Path, layouts: Sequence[tuple[Layout, Sequence[str]
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory for each model, in which each layout has saved what it loaded of the one before."""
     path: Path = tmp_path_factory.mktemp("layouts")
-    run_ranks(1, _train, path, timeout=120.0)
+    run_ranks(1, _train, path)
     sources = dict.fromkeys(MODELS, str(ONE))
-    run_ranks(2, _copies, path, OF_TWO, sources, timeout=120.0)
+    run_ranks(2, _copies, path, OF_TWO, sources)
     sources |= {name: str(layout) for layout, names in OF_TWO for name in names}
     run_ranks(4, _copies, path, OF_FOUR, sources, timeout=240.0)
     return path

@@ -221,7 +221,7 @@ CASES: dict[str, Callable[[int, Path], Any]] = {
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """For each rank the results of all cases, in one start."""
-    return run_ranks(4, _on_all, tmp_path_factory.mktemp("ranks"), timeout=120.0)
+    return run_ranks(4, _on_all, tmp_path_factory.mktemp("ranks"))
 
 
 def test_a_checkpoint_gives_values_to_a_model_on_the_meta_device(results: list[dict[str, Any]]) -> None:

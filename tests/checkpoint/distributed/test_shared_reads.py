@@ -51,7 +51,7 @@ def _bytes_read(rank: int, layout: Layout, path: Path) -> tuple[int, int]:
 
 
 def test_replicas_read_each_tensor_once(tmp_path: Path) -> None:
-    counts = run_ranks(2, _bytes_read, Layout(), tmp_path, timeout=150)
+    counts = run_ranks(2, _bytes_read, Layout(), tmp_path)
     owned = counts[0][1]
     # Each rank reads the states of its generators too, of some kilobytes.
     assert owned <= sum(count for count, _ in counts) < owned + 40_000 < 1.5 * owned

@@ -119,7 +119,7 @@ def _elsewhere(rank: int) -> None:
 
 
 def test_every_layout_gives_the_state_of_one_process() -> None:
-    run_ranks(4, _all_cases, timeout=120.0)
+    run_ranks(4, _all_cases)
 
 
 def test_a_copy_of_one_rank(one_rank: None) -> None:

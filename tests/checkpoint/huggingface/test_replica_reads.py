@@ -231,7 +231,7 @@ def test_four_ranks(tmp_path: Path) -> None:
     state = saved_by_transformers("tied_llama", tmp_path / "copies").state_dict()
     save_file({name: each.clone() for name, each in state.items()}, tmp_path / "copies" / "model.safetensors")
     divisible_llama().save_pretrained(tmp_path / "divisible")
-    run_ranks(4, _cases, tmp_path, timeout=180)
+    run_ranks(4, _cases, tmp_path)
 
 
 def test_contents_travel_with_their_errors(tmp_path: Path) -> None:

@@ -81,8 +81,8 @@ def _state_dicts(expected: nn.Module, name: str) -> None:
 
 
 def test_shards_of_two_stages(tmp_path: Path) -> None:
-    run_ranks(4, _cases, tmp_path, 1, 2, timeout=120.0)
+    run_ranks(4, _cases, tmp_path, 1, 2)
 
 
 def test_shards_of_tensor_parallel_parts(tmp_path: Path) -> None:
-    run_ranks(4, _cases, tmp_path, 2, 1, timeout=120.0)
+    run_ranks(4, _cases, tmp_path, 2, 1)

@@ -95,8 +95,8 @@ def _tensors(value: Any) -> list[torch.Tensor]:
 
 
 def test_training_goes_on_to_the_bit(tmp_path: Path) -> None:
-    whole = run_ranks(4, _whole_run, tmp_path, timeout=120.0)
-    resumed = run_ranks(4, _resumed_runs, tmp_path, timeout=120.0)
+    whole = run_ranks(4, _whole_run, tmp_path)
+    resumed = run_ranks(4, _resumed_runs, tmp_path)
     for rank in range(4):
         for (kind, what), (losses, *states) in resumed[rank].items():
             expected_losses, *expected = whole[rank][kind]

@@ -360,4 +360,4 @@ def _check_refused_files(model: Any, parts: Path, merged: Path, folder: Path) ->
 
 
 def test_tensor_parallelism_with_replicas(tmp_path: Path) -> None:
-    run_ranks(4, _over_tensor_ranks, tmp_path, timeout=120.0)
+    run_ranks(4, _over_tensor_ranks, tmp_path)

@@ -115,7 +115,7 @@ def plain(folder: Path) -> Trainer:
 
 @pytest.fixture(scope="module")
 def ranks(folder: Path, plain: Trainer) -> list[Saved]:
-    return run_ranks(2, train_and_resume, folder, timeout=150.0)
+    return run_ranks(2, train_and_resume, folder)
 
 
 def test_a_resumed_training_goes_on_to_the_bit(ranks: list[Saved], plain: Trainer) -> None:
@@ -128,7 +128,7 @@ def test_a_resumed_training_goes_on_to_the_bit(ranks: list[Saved], plain: Traine
 @pytest.fixture(scope="module")
 def four_ranks(ranks: list[Saved], folder: Path) -> list[Any]:
     shutil.copytree(folder / "whole" / "checkpoint-2", folder / "in four stages" / "checkpoint-2")
-    return run_ranks(4, resume, folder, timeout=150.0)
+    return run_ranks(4, resume, folder)
 
 
 def test_another_layout_resumes(ranks: list[Saved], four_ranks: list[Any]) -> None:

@@ -24,7 +24,11 @@ TOLERANCE = 1e-6
 # Times, and figures made of them.
 TIMES = ("runtime", "per_second")
 
-MORE = ("mean of batches", "clipped, cosine", "metrics", "stream", "images of classes", *SHORT)
+MORE = (
+    *("mean of batches", "clipped, cosine", "metrics", "stream", "images of classes", *SHORT),
+    *("padded", "images in some rows", "budget of tokens", "metrics of batches", "images of internvl"),
+    *("images of idefics3", "shuffled by torch"),
+)
 """Trainings of two stages in the sweep: two replicas run them."""
 LONE = (*SHORT, "images of classes")
 """Trainings that replicas of one stage run too."""
@@ -105,18 +109,18 @@ def train_replicas(rank: int, folder: Path, names: list[str]) -> dict[str, Run]:
 @pytest.fixture(scope="module")
 def one_pipeline(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[Mapping[str, Run]]:
     names = [*asked(request, TRAININGS), "dropout"]
-    return run_ranks(2, train, tmp_path_factory.mktemp("pipeline"), names, 1, timeout=150.0)
+    return run_ranks(2, train, tmp_path_factory.mktemp("pipeline"), names, 1)
 
 
 @pytest.fixture(scope="module")
 def two_replicas(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[Mapping[str, Run]]:
     names = [*dict.fromkeys(["metrics", *asked(request, REPLICATED)])]
-    return run_ranks(4, train_replicas, tmp_path_factory.mktemp("replicas"), names, timeout=150.0)
+    return run_ranks(4, train_replicas, tmp_path_factory.mktemp("replicas"), names)
 
 
 @pytest.fixture(scope="module")
 def lone_stages(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[Mapping[str, Run]]:
-    return run_ranks(2, train, tmp_path_factory.mktemp("lone"), asked(request, LONE), 2, 1, timeout=150.0)
+    return run_ranks(2, train, tmp_path_factory.mktemp("lone"), asked(request, LONE), 2, 1)
 
 
 def asked(request: pytest.FixtureRequest, names: Iterable[str]) -> list[str]:

@@ -82,12 +82,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def one_pipeline(request: pytest.FixtureRequest, folder: Path) -> list[Any]:
     """The logs of the trainings that are compared in this run, and of the resumed ones."""
     names = list(dict.fromkeys([*RESUMED, *asked(request, TUNINGS)]))
-    return run_ranks(2, tune_one_pipeline, folder, names, timeout=150.0)
+    return run_ranks(2, tune_one_pipeline, folder, names)
 
 
 @pytest.fixture(scope="module")
-def two_replicas(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    return run_ranks(4, tune_replicas, tmp_path_factory.mktemp("replicas"), REPLICATED, timeout=150.0)
+def two_replicas(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    names = [*dict.fromkeys([*asked(request, REPLICATED), "pairs with adapters"])]
+    return run_ranks(4, tune_replicas, tmp_path_factory.mktemp("replicas"), names)
 
 
 @pytest.mark.parametrize("name", marked(TUNINGS, MORE))

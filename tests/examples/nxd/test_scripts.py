@@ -30,7 +30,7 @@ def test_llama_of_the_pipeline_guide() -> None:
     several = [[*case, "--pipeline-parallel-size", "2"] for case in cases]
     several.append([*several[1], "--sequence-parallel"])
     ((expected,),) = run_ranks(1, _train, "llama_pipeline", cases[:1])
-    for losses in run_ranks(4, _train, "llama_pipeline", several, timeout=120.0):
+    for losses in run_ranks(4, _train, "llama_pipeline", several):
         for found in losses:
             assert found == pytest.approx(expected, abs=1e-5)
     assert len(expected) == STEPS
@@ -70,7 +70,7 @@ def _train_both_replicas(rank: int) -> list[list[float]]:
 
 def test_bert_of_the_tensor_parallel_guide() -> None:
     (expected,) = run_ranks(1, _train_both_replicas)
-    found = run_ranks(4, _train, "bert_tensor_parallel", [["--tensor-parallel-size", "2"]], timeout=120.0)
+    found = run_ranks(4, _train, "bert_tensor_parallel", [["--tensor-parallel-size", "2"]])
     for first, second, of_replica in ((found[0], found[1], expected[0]), (found[2], found[3], expected[1])):
         assert first == second
         assert first[0] == pytest.approx(of_replica, abs=1e-5)

@@ -69,7 +69,7 @@ def _of_one_process() -> tuple[list[list[float]], dict[str, torch.Tensor]]:
 def test_the_tutorial_equals_one_process(tmp_path: Path) -> None:
     expected, weights = _of_one_process()
 
-    results = run_ranks(4, _run, tmp_path, timeout=120.0)
+    results = run_ranks(4, _run, tmp_path)
 
     for rank, (losses, _) in enumerate(results):
         assert losses == pytest.approx(expected[rank // 2], abs=1e-5)

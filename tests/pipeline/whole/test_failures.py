@@ -17,7 +17,7 @@ LAST_WORDS = {
 
 def run_failing(program: str, arguments: list[str], ranks: int) -> Ended:
     """Run a program that must fail; all its ranks end within 10 s of the first failure."""
-    ended = run_program(str(FOLDER / program), arguments, ranks=ranks, timeout=120)
+    ended = run_program(str(FOLDER / program), arguments, ranks=ranks)
     failed = re.search(r"fails at (\S+)", ended.output)
     assert failed, ended.output
     assert all(ended.codes), ended.output

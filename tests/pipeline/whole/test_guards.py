@@ -159,7 +159,7 @@ OTHERS = [("llama", {"attn_implementation": "eager"}), ("gpt2", {}), ("mixtral",
     ],
 )
 def test_all_inputs_are_exact(name: str, changes: dict[str, Any], only: tuple[str, ...]) -> None:
-    for wrong in run_ranks(2, one_after_the_other, name, changes, only, timeout=120):
+    for wrong in run_ranks(2, one_after_the_other, name, changes, only):
         assert {description: parts for description, parts in wrong.items() if parts} == {}
 
 

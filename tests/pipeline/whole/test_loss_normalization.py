@@ -76,7 +76,7 @@ def every_schedule(rank: int) -> None:
 
 
 def test_every_schedule_has_the_mean_over_all_labels_of_the_batch() -> None:
-    run_ranks(2, every_schedule, timeout=120.0)
+    run_ranks(2, every_schedule)
 
 
 def replicate(rank: int) -> None:

@@ -77,4 +77,4 @@ def test_eight_ranks_train_evaluate_and_generate(
     fake_device.built()
     monkeypatch.setenv(DEVICE, "fake")
     monkeypatch.setenv("FAKE_ONE_QUEUE", "1")
-    run_ranks(8, _train_and_generate, tensor, pipeline, case, timeout=110.0)
+    run_ranks(8, _train_and_generate, tensor, pipeline, case)

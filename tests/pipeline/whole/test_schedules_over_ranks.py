@@ -101,7 +101,7 @@ def every_family(rank: int, ranks: int, counts: tuple[int, ...], in_full: bool, 
 def test_every_family_trains_as_one_process(
     ranks: int, counts: tuple[int, ...], in_full: bool, in_all_counts: bool
 ) -> None:
-    run_ranks(ranks, every_family, ranks, counts, in_full, in_all_counts, timeout=120.0)
+    run_ranks(ranks, every_family, ranks, counts, in_full, in_all_counts)
 
 
 def evaluate(rank: int) -> None:

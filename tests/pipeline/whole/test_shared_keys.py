@@ -78,4 +78,4 @@ def same_loss(loss: object, losses: list[torch.Tensor]) -> bool:
 
 
 def test_every_number_is_that_of_one_process() -> None:
-    run_ranks(3, train_and_evaluate, timeout=120.0)
+    run_ranks(3, train_and_evaluate)

@@ -101,7 +101,7 @@ def _cases(rank: int) -> list[Any]:
 
 
 def test_schedules_equal_one_process() -> None:
-    ranks = run_ranks(4, _cases, timeout=120.0)
+    ranks = run_ranks(4, _cases)
     # Of two schedules with the same order of microbatches, the gradients are the same bits.
     for first in (0, len(SCHEDULES)):
         one, split = (

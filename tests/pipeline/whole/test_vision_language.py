@@ -340,7 +340,7 @@ def _train_all(rank: int, stages: int) -> None:
 
 @pytest.mark.parametrize(("ranks", "stages"), [(2, 2), (4, 4), (4, 2)])
 def test_images_over_ranks_and_replicas_have_the_loss_of_the_whole_batch(ranks: int, stages: int) -> None:
-    run_ranks(ranks, _train_all, stages, timeout=150.0)
+    run_ranks(ranks, _train_all, stages)
 
 
 def test_a_microbatch_without_images_is_refused_where_forward_needs_them() -> None:

@@ -65,7 +65,7 @@ def _cases(rank: int, folder: Path) -> None:
 
 
 def test_low_rank_matrices_are_divided_with_their_layers(tmp_path: Path) -> None:
-    run_ranks(4, _cases, tmp_path, timeout=120.0)
+    run_ranks(4, _cases, tmp_path)
 
 
 @pytest.mark.usefixtures("one_of_two")

@@ -41,7 +41,7 @@ def _differences(rank: int) -> dict[str, float]:
 
 
 def test_rules_of_ours_equal_one_process() -> None:
-    for found in run_ranks(2, _differences, timeout=120.0):
+    for found in run_ranks(2, _differences):
         for name, distance in found.items():
             assert distance < 1e-12, name
 
@@ -87,7 +87,7 @@ class _WithoutOutput(LlamaForCausalLM):
 
 
 def test_plans_that_were_and_were_not_compared() -> None:
-    run_ranks(2, _checked, timeout=120.0)
+    run_ranks(2, _checked)
 
 
 @pytest.mark.filterwarnings("ignore:.*this plan was not compared")

@@ -102,7 +102,7 @@ def _cases(rank: int, folder: Path) -> None:
 
 
 def test_padded_heads_equal_one_process(tmp_path: Path) -> None:
-    run_ranks(2, _cases, tmp_path, timeout=120.0)
+    run_ranks(2, _cases, tmp_path)
 
 
 @pytest.mark.usefixtures("one_of_two")

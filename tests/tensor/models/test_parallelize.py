@@ -64,7 +64,7 @@ def _check_tokens() -> None:
 
 
 def test_two_ranks_equal_one_process() -> None:
-    for results in run_ranks(2, _all_models, timeout=120.0):
+    for results in run_ranks(2, _all_models):
         for name, (loss, gradients, logits) in results.items():
             assert loss < 1e-5, name
             assert gradients < 1e-5, name

@@ -119,4 +119,4 @@ def _cases(rank: int, folder: Path) -> None:
 
 
 def test_two_stages_of_two_tensor_ranks(tmp_path: Path) -> None:
-    run_ranks(4, _cases, tmp_path, timeout=120.0)
+    run_ranks(4, _cases, tmp_path)

@@ -87,7 +87,7 @@ def test_the_compared_types() -> None:
 
 
 def test_two_ranks_equal_one_process() -> None:
-    run_ranks(2, _cases, timeout=120.0)
+    run_ranks(2, _cases)
 
 
 @pytest.fixture

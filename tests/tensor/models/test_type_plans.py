@@ -124,7 +124,7 @@ def test_each_type_is_compared() -> None:
 
 
 def test_all_classes_equal_one_process() -> None:
-    for found in run_ranks(2, _differences, timeout=180.0):
+    for found in run_ranks(2, _differences):
         assert len(found) > 60
         for name, distance in found.items():
             assert distance < 1e-12, name

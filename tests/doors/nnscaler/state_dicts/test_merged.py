@@ -341,4 +341,4 @@ def _around_cases(rank: int, use_zero: bool) -> None:
 
 
 def test_states_of_all_ranks_merge_and_load_in_every_plan() -> None:
-    run_ranks(4, _plain, timeout=120.0)
+    run_ranks(4, _plain)

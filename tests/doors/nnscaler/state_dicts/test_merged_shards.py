@@ -221,4 +221,4 @@ def _fused(rank: int) -> None:
 
 
 def test_shards_merge_and_load_in_other_plans() -> None:
-    run_ranks(4, _cases, timeout=120.0)
+    run_ranks(4, _cases)
