@@ -58,7 +58,7 @@ def pytest_configure(config: pytest.Config) -> None:
 # Folders and files whose tests a version of Python may change: bytecode, frames, names in code, standard classes,
 # threads and ends of processes. All of them have the mark both_pythons.
 BOTH_PYTHONS = (
-    "ground", "initialization/test_deferred_init.py", "pipeline/local/test_wrapped_methods.py",
+    "ground", "initialization/test_deferred_init.py", "pipeline/local/test_part.py",
     "pipeline/test_settings.py", "pipeline/whole/test_failures.py", "pipeline/whole/test_plain_models.py",
     "pipeline/whole/test_spines.py", "ranks/faults/test_ending_process.py", "ranks/faults/test_faults.py",
     "ranks/faults/test_one_name.py", "ranks/faults/test_progress.py", "ranks/test_launcher.py",

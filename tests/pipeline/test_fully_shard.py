@@ -213,6 +213,16 @@ def test_compiled_layers_train_as_whole_replicas() -> None:
 
 
 def test_three_dimensions_and_replicas_of_shards_train_as_whole_replicas() -> None:
+    """A case of each layout; the sweep has both of both."""
+    check(
+        run_ranks(
+            8, train_cases, [(layout, [case]) for layout, case in zip(LAYOUTS_OF_EIGHT, THIN_OF_EIGHT, strict=True)]
+        )
+    )
+
+
+@pytest.mark.sweep
+def test_all_cases_on_eight_ranks_train_as_whole_replicas() -> None:
     check(run_ranks(8, train_cases, [(layout, list(THIN_OF_EIGHT)) for layout in LAYOUTS_OF_EIGHT]))
 
 
