@@ -28,6 +28,7 @@ def _check(found: Sequence[every_rank.RankPeak]) -> None:
         assert each.read == each.saved
 
 
+@pytest.mark.sweep
 def test_the_last_rank_of_torchtitan_has_the_planned_peak() -> None:
     (found,) = run_ranks(1, _peaks, NAMES.index("torchtitan 405B, 512 H100, 1f1b 1"), (7,), timeout=280)
     _check(found)

@@ -40,7 +40,14 @@ def written_by(folder: Path, arguments: list[str], parts: list[str]) -> tuple[di
     return found, ended.stdout.splitlines()[-1]
 
 
-@pytest.mark.parametrize("parts", [["units", "one", "sanitizer", "faults"], ["schedules", "several", "speed"]])
+@pytest.mark.parametrize(
+    "parts",
+    [
+        ["units", "sanitizer", "speed"],
+        pytest.param(["one", "faults"], marks=pytest.mark.sweep),
+        pytest.param(["schedules", "several"], marks=pytest.mark.sweep),
+    ],
+)
 def test_the_dry_command_of_the_guide_passes(tmp_path: Path, parts: list[str]) -> None:
     (command,) = (line for _, line in commands(GUIDE / "gpus.md") if "gpu.py --dry" in line)
     python, *arguments = shlex.split(command, comments=True)
@@ -52,8 +59,9 @@ def test_the_dry_command_of_the_guide_passes(tmp_path: Path, parts: list[str]) -
         assert part["seconds"] <= part["limit"]
     if "schedules" in parts:
         assert cases["schedules"] == [*FAMILIES, "1f1b, run_eval"]
+    if "speed" in parts:
         assert "torch.distributed.pipelining" in row
-    else:
+    if "faults" in parts:
         assert cases["faults"] == faults.CASES
         assert found["parts"]["faults"]["cases"][0]["figures"][0]["named_by"] == [0, 1]
     assert {"commit", "system", "torch", "python"} <= found["session"].keys()
@@ -63,7 +71,14 @@ def test_the_dry_command_of_the_guide_passes(tmp_path: Path, parts: list[str]) -
 
 
 @on_fake
-@pytest.mark.parametrize("parts", [["units", "one"], ["several", "faults", "speed"]])
+@pytest.mark.parametrize(
+    "parts",
+    [
+        ["units", "several"],
+        pytest.param(["one"], marks=pytest.mark.sweep),
+        pytest.param(["faults", "speed"], marks=pytest.mark.sweep),
+    ],
+)
 def test_the_command_on_the_fake_accelerator(tmp_path: Path, parts: list[str]) -> None:
     fake_device.built()
     found, _ = written_by(tmp_path, ["benchmarks/gpu.py", "--device", "fake"], parts)
