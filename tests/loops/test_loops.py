@@ -16,8 +16,8 @@ from tools.loops.ranks import RankTraining
 from tools.loops.run import act, run_scripts, written
 from tools.loops.training import Training, WholeTraining
 
-SEEDS = (4, 18, 19, 21, 26, 37, 45, 53, 69, 73, 79, 199, 241, 579, 766, 972)
-MORE = (5, 13, 16, 24, 28, 47, 49, 51, 59, 60, 67, 166, 382, 433)
+SEEDS = (4, 18, 19, 45, 53, 199, 241, 579, 766, 972)
+MORE = (5, 13, 16, 21, 24, 26, 28, 37, 47, 49, 51, 59, 60, 67, 69, 73, 79, 166, 382, 433)
 """Of two ranks. Seed 53 is refused, on both ranks before anything is sent, and the start continues.
 
 Seeds 166, 382, 433 and 766 have a tied weight, and 199 ties one. Seed 579 recomputes layers that change buffers. Layers
@@ -25,7 +25,8 @@ draw numbers in 45 and 73, and in 19, whose one stage has the numbers of one pro
 18. 241 has ZeRO-1 by parts of the model, and 972 shards, ``no_sync`` and rows that differ.
 """
 
-FOUR = (299, 278, 507, 1209, 1423)
+FOUR = (299, 507, 1423)
+MORE_FOUR = (278, 1209)
 """Of four ranks: ZeRO-1 with other numbers of microbatches, optimizers by part, rows that differ, shards."""
 
 
@@ -45,8 +46,8 @@ def run_with_other(rank: int, seeds: tuple[int, ...], folder: Path) -> None:
 
 @pytest.mark.parametrize(
     ("ranks", "seeds"),
-    [(2, SEEDS), (4, FOUR), pytest.param(2, MORE, marks=pytest.mark.sweep)],
-    ids=["two ranks", "four ranks", "more"],
+    [(2, SEEDS), (4, FOUR), *(pytest.param(*more, marks=pytest.mark.sweep) for more in ((2, MORE), (4, MORE_FOUR)))],
+    ids=["two ranks", "four ranks", "more of two", "more of four"],
 )
 def test_a_short_draw_has_no_silent_difference(ranks: int, seeds: tuple[int, ...], tmp_path: Path) -> None:
     run_ranks(ranks, run_with_other, (seeds[0], *seeds), tmp_path)

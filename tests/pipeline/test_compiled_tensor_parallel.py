@@ -208,7 +208,6 @@ def over_two_ranks(rank: int, names: Sequence[str]) -> None:
     torch._dynamo.config.fail_on_recompile_limit_hit = True
     pairs = one_of_each(names)
     modes(*(pairs[name] for name in names[:2]))
-    one_of_each(["short"], "inductor", 1e-5)
 
 
 @pytest.mark.cpu_only("the compiler does not follow the mode of these ranks that puts tensors on the device")
@@ -225,7 +224,7 @@ def test_compiled_ranks_have_the_numbers_of_eager_ones(names: Sequence[str]) -> 
 
 def by_inductor(rank: int) -> None:
     parallel_state.initialize_model_parallel(2, 1)
-    one_of_each(CASES, "inductor", 1e-5)
+    one_of_each([*CASES, "short"], "inductor", 1e-5)
 
 
 @pytest.mark.sweep
