@@ -255,11 +255,11 @@ PARTS: dict[str, Callable[[], None]] = {
     "comparison": comparison_with_the_module,
     "schedules": lambda: schedules(("zb1p",)),
     "recomputation": recomputation,
-    "small models": lambda: small_models(("zb1p",), "aot_eager", (Skips, InPlace), (False,)),
     "only blocks": lambda: small_models(("zb1p",), "aot_eager", (Chain,), (True,)),
     "inductor": lambda: small_models(("zb1p",), "inductor", (Chain,), (False,)),
 }
 MORE: dict[str, Callable[[], None]] = {
+    "small models": lambda: small_models(("zb1p",), "aot_eager", (Skips, InPlace), (False,)),
     "modes": evaluations_and_modes,
     "replaced": replaced_layers,
     "models": other_models,
