@@ -28,6 +28,7 @@ def test_the_host_waits_for_nothing(task: str, name: str) -> None:
     assert judged(task, name) == ("no waits", "", "")
 
 
+@pytest.mark.sweep
 def test_a_type_that_asks_is_told() -> None:
     found = judged("causal-lm", "dbrx")
     assert found.result == "waits"

@@ -145,7 +145,7 @@ def _parts(rank: int, path: Path) -> list[str]:
 
 
 PARTS = (2, 1), (1, 1), (4, 1), (2, 2), (1, 4), (2, 1)
-SEEDS = [list(range(3)), pytest.param(list(range(3, 40)), marks=pytest.mark.sweep)]
+SEEDS = [[0], pytest.param(list(range(1, 40)), marks=pytest.mark.sweep)]
 
 
 def _all(rank: int, path: Path, seeds: list[int]) -> list[str]:

@@ -15,8 +15,8 @@ from tests.support.adapted_models import ADAPTERS, adapted, base, inputs_for
 from tests.support.run_ranks import run_ranks
 from tests.support.wrapped_models import batch
 
-MORE = ("lora without a task", "dora", "lora of bert", "lora of t5")
-FEW = ("prompt", "p-tuning", "prefix", *(name for name in ADAPTERS if name not in MORE))
+FEW = ("prompt", "prefix", "lora", "modules to save", "ia3", "lora of experts")
+MORE = ("p-tuning", *(name for name in ADAPTERS if name not in FEW))
 WAYS = pytest.mark.parametrize("names", [FEW, pytest.param(MORE, marks=pytest.mark.sweep)], ids=["few", "more"])
 # Other ways of PEFT are loaded in test_an_adapter_of_peft_is_loaded.
 ON_BASES = ["lora", "lora of embeddings", "modules to save", "ia3", "lora of experts", "lora of gpt2"]
