@@ -92,9 +92,12 @@ def test_the_table_has_each_exchange() -> None:
         call
         for name, tree in _sources()
         for call in ast.walk(tree)
-        if isinstance(call, ast.Call) and ast.unparse(call.func) == "Wait" and "/doors/" not in name
+        if isinstance(call, ast.Call) and "/doors/" not in name
     ]
-    made = {call.args[0].value for call in calls if isinstance(call.args[0], ast.Constant)}
+    names = [call.args[0] for call in calls if ast.unparse(call.func) == "Wait"]
+    exchanging = [call for call in calls if ast.unparse(call.func) in ("extremes", "gather_values", "broadcast_value")]
+    names += [keyword.value for call in exchanging for keyword in call.keywords if keyword.arg == "name"]
+    made = {name.value for name in names if isinstance(name, ast.Constant)}
     met = set().union(*_EXCHANGES.values())
     assert made - met == others
 
