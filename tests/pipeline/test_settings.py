@@ -30,8 +30,8 @@ def test_help_tells_of_each_setting_with_its_type() -> None:
     text = pydoc.plain(pydoc.render_doc(NxDPPModel))
     assert "num_microbatches: int = 1" in text
     assert "return_mb_loss: bool = False" in text
-    arguments = (NxDPPModel.__doc__ or "").partition("Args:")[2]
-    told = re.findall(r"^        (\w[\w, ]*): ", arguments, re.M)
+    arguments = (inspect.getdoc(NxDPPModel) or "").partition("Args:")[2]
+    told = re.findall(r"^    (\w[\w, ]*): ", arguments, re.M)
     assert {name for names in told for name in names.split(", ")} == set(FIELDS)
 
 
