@@ -9,6 +9,7 @@ import os
 import re
 import sys
 import tomllib
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -139,12 +140,13 @@ def one_rank() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _no_world_is_left() -> Iterator[None]:
-    """End a world that the tests of a file have left: forks of this process would be in it."""
+def _no_world_is_left(request: pytest.FixtureRequest) -> Iterator[None]:
+    """End a world that the tests of a file have left, and warn of it: forks of this process would be in it."""
     yield
     if torch.distributed.is_initialized():
         from nxdpp import parallel_state
 
+        warnings.warn(f"{request.path.relative_to(HERE)} leaves a world to the tests after it", stacklevel=1)
         parallel_state.destroy_model_parallel()
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()

@@ -146,7 +146,10 @@ class Scaler(Participant):
 
 
 class Ties(Participant):
-    """Sums of tied weights over the ranks that have copies; earlier gradients are set aside meanwhile."""
+    """Sums of tied weights over the ranks that have copies; earlier gradients are set aside meanwhile.
+
+    ``Note: sums of ties`` in ``tied_weights`` has the reasons.
+    """
 
     def __init__(self, part: Part, transport: Callable[[torch.device], Transport]) -> None:
         self._tied, self._changes, self._transport = part.tied, part.changes, transport

@@ -47,7 +47,7 @@ _Gradients = tuple[torch.Tensor | None, ...]
 #
 # The Python object of a custom Function's node does not keep the node alive, and the graph may be gone by the time of
 # the weight-gradients. `entered.view_as(entered).grad_fn`, of a view that nobody reads, is a node of C++ behind it: it
-# owns the node, and no activation (`_InFlight.kept`).
+# owns the node, and no activation (`_InFlight.kept`). torch's `get_gradient_edge` has it as its ownership token.
 #
 # A node runs again for its weights only while autograd's engine wants exactly these gradients: a node asks the engine
 # which of its outputs are needed, and computes all where none runs. Hence a backward of `_ANCHOR`, whose hook calls the

@@ -32,7 +32,7 @@ from nxdpp.tracing.modules import listings
 #
 # Modules of this rank are the same objects under the same names in both, so a hook, a replaced weight or a mode that is
 # set in one is there in the other. What is above layers is a container of our own in the second tree: an empty module
-# with its local tensors. Its class has no forward, so a call of it says what to do.
+# with its local tensors. A call of it raises, and says what to do.
 #
 # In the first tree parameters of other ranks are on the meta device, of classes that refuse to be read, saved or
 # pickled with its name (`elsewhere_tensors`). They stay there, because the code above layers is traced with the whole

@@ -118,8 +118,8 @@ class RemoteChannel:
         pair: number of the pair of stages, below the peer's ``pairs``.
         in_flight: limit of the microbatches in flight in one direction: sent, and not known to have been received. A
             further send waits for the oldest. ``None`` is no limit: ``release`` waits then. A first step has a limit
-            only in the global order. Elsewhere a receive without a layout is posted late: ranks could wait for each
-            other.
+            only in the global order. Elsewhere a receive without a layout is posted late (``Note: late receive``):
+            ranks could wait for each other.
         form: form of the channel's microbatches. Forms of one pair of stages have channels of their own.
         microbatches: number of microbatches of this form in a step; by default all.
     """

@@ -33,7 +33,7 @@ def tune(rank: int, folder: Path, names: Sequence[str]) -> dict[str, Logs]:
 
 def tune_one_pipeline(rank: int, folder: Path, names: Sequence[str]) -> dict[str, Logs]:
     logs = tune(rank, folder, names)
-    for name in RESUMED:
+    for name in [name for name in RESUMED if name in names]:
         again = TUNINGS[name].trainer(folder / name, over_ranks=True)
         again.train(resume_from_checkpoint=str(folder / name / "checkpoint-2"))
         logs[f"{name}, resumed"] = again.state.log_history
@@ -81,7 +81,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def one_pipeline(request: pytest.FixtureRequest, folder: Path) -> list[Any]:
     """The logs of the trainings that are compared in this run, and of the resumed ones."""
-    names = list(dict.fromkeys([*RESUMED, *asked(request, TUNINGS)]))
+    names = list(dict.fromkeys([*asked(request, TUNINGS), RESUMED[-1]]))
     return run_ranks(2, tune_one_pipeline, folder, names)
 
 
@@ -119,7 +119,7 @@ def test_shards_tune_as_one_process(shards: str, two_replicas: list[Any], tmp_pa
         assert_alike(*(without("total_flos", each) for each in (found, expected)))
 
 
-@pytest.mark.parametrize("name", RESUMED)
+@pytest.mark.parametrize("name", marked(RESUMED, RESUMED[:1]))
 def test_a_resumed_tuning_has_the_same_logs(name: str, one_pipeline: list[Any]) -> None:
     for logs in one_pipeline:
         first, again = logs[name][:-1], logs[f"{name}, resumed"][:-1]
@@ -127,7 +127,7 @@ def test_a_resumed_tuning_has_the_same_logs(name: str, one_pipeline: list[Any]) 
         assert_alike(*(without("num_tokens", each) for each in (again, first)))
 
 
-@pytest.mark.parametrize("name", RESUMED)
+@pytest.mark.parametrize("name", marked(RESUMED, RESUMED[:1]))
 def test_a_saved_model_is_that_of_one_process(name: str, one_pipeline: list[Any], folder: Path, tmp_path: Path) -> None:
     trainer = TUNINGS[name].trainer(tmp_path)
     trainer.train()

@@ -205,7 +205,7 @@ TUNINGS = {
 
 REPLICATED = ["completions of a Qwen", "pairs with adapters"]
 """Fine-tunings that two replicas run too."""
-RESUMED = ["pairs after adapters"]
+RESUMED = ["completions of a Qwen", "pairs after adapters"]
 """Fine-tunings with a checkpoint after step 2."""
 MORE = (
     *("texts", "whole texts of completions", "cut in pieces", "packed", "adapters", "recomputed adapters", "dynamic"),
