@@ -1,7 +1,6 @@
 """Each tracing option on a model that needs it to be cut, over several processes."""
 
 import copy
-import types
 from collections.abc import Callable
 from typing import Any
 
@@ -19,10 +18,6 @@ def by_sign(hidden: torch.Tensor) -> torch.Tensor:
     return hidden * 2 if hidden.sum() > 0 else hidden / 2
 
 
-helpers = types.ModuleType("helpers")
-helpers.by_sign = by_sign  # type: ignore[attr-defined]
-
-
 class Decision(nn.Module):
     """The same branch in a module."""
 
@@ -33,11 +28,6 @@ class Decision(nn.Module):
 class CallsFunction(Base):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.close(by_sign(self.through(self.blocks, by_sign(self.embedding(x)))))
-
-
-class CallsPythonModule(Base):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.close(helpers.by_sign(self.through(self.blocks, self.embedding(x))))
 
 
 class HasModule(Base):
@@ -61,11 +51,6 @@ class ChecksItself(Base):
 class TrustingTracer(fx.Tracer):
     def to_bool(self, obj: fx.Proxy) -> bool:
         return True
-
-
-class DecisionIsLeaf(fx.Tracer):
-    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        return isinstance(m, Decision) or super().is_leaf_module(m, module_qualified_name)
 
 
 class Runner(nn.Module):
@@ -93,7 +78,6 @@ class RunsElsewhere(Base):
 # Model, arguments that fail, the error message, arguments that work.
 OPTIONS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str, dict[str, Any]]] = {
     "autowrap_functions": (CallsFunction, {}, "in by_sign", {"autowrap_functions": [by_sign]}),
-    "autowrap_modules": (CallsPythonModule, {}, "in by_sign", {"autowrap_modules": [helpers]}),
     "leaf_module_cls": (
         HasModule,
         {"tracer_cls": "torch"},
@@ -101,7 +85,6 @@ OPTIONS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str, dict[str,
         {"tracer_cls": "torch", "leaf_module_cls": ["Decision"]},
     ),
     "a tracer that answers": (ChecksItself, {}, "in forward: if", {"tracer_cls": TrustingTracer}),
-    "a tracer that knows leaves": (HasModule, {"tracer_cls": "torch"}, "in by_sign", {"tracer_cls": DecisionIsLeaf}),
     "torch": (RunsElsewhere, {}, "Not run with the inputs", {"tracer_cls": "torch"}),
 }
 
