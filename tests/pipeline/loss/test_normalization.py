@@ -1,6 +1,5 @@
 """Arguments of the mean over all labels: honoured, or refused with a remedy that works."""
 
-import logging
 import math
 from collections.abc import Iterator
 from functools import partial
@@ -15,6 +14,7 @@ from transformers import LlamaForCausalLM, T5Config, T5ForConditionalGeneration
 
 from nxdpp import NxDPPModel, parallel_state
 from nxdpp.pipeline.loss.item_counts import number_of
+from tests.support.kept_messages import KeptMessages
 from tests.support.models import gradient_differences, make, microbatches, reference
 from tests.support.run_ranks import run_ranks
 from tests.support.uneven_labels import ONE_EMPTY, UNEVEN, MeanLayer, count_labels, mean_model, uneven_batch
@@ -250,13 +250,7 @@ def of_rows(output: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 
 def evaluate_uneven_rows() -> list[tuple[list[str], float, float]]:
     """The messages of evaluations of 10 rows in 4 microbatches, their losses and those of one process."""
-    texts: list[str] = []
-
-    class Kept(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            texts.append(record.getMessage())
-
-    logging.getLogger("nxdpp").addHandler(Kept())
+    texts = KeptMessages().texts
     found = []
     for ignored in (0, 3):
         texts.clear()

@@ -1,6 +1,5 @@
 """Losses that are sums over rows: a first step of several microbatches tells of them once, and of no mean."""
 
-import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +9,7 @@ from torch.nn import functional as F
 
 from nxdpp import NxDPPModel, parallel_state
 from nxdpp.pipeline.loss.sum_of_rows import sums_of_rows
+from tests.support.kept_messages import KeptMessages
 from tests.support.run_ranks import run_ranks
 
 ROWS, POSITIONS, WIDTH, COUNT = 4, 5, 8, 4
@@ -126,13 +126,7 @@ def told(rank: int) -> dict[str, tuple[list[str], list[str], bool]]:
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
     generator = torch.Generator().manual_seed(1)
     x, y = torch.randn(8, WIDTH, generator=generator), torch.randint(WIDTH, (8,), generator=generator)
-    texts: list[str] = []
-
-    class Kept(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            texts.append(record.getMessage())
-
-    logging.getLogger("nxdpp").addHandler(Kept())
+    texts = KeptMessages().texts
     found = {}
     for name, (inside, function, more, _, expected) in RUNS.items():
         torch.manual_seed(0)

@@ -1,7 +1,6 @@
 """State of layers and hooks of gradients that act once a microbatch: a first step tells of them; remedies help."""
 
 import copy
-import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -9,6 +8,7 @@ import torch
 from torch import nn
 
 from nxdpp import NxDPPModel, parallel_state
+from tests.support.kept_messages import KeptMessages
 from tests.support.run_ranks import run_ranks
 
 ROWS, WIDTH, LIMIT = 8, 8, 1e-3
@@ -73,17 +73,9 @@ def wrap(module: nn.Module, **arguments: Any) -> Any:
     return NxDPPModel(module, broadcast_and_average_loss=True, **{**common, **arguments})
 
 
-class Kept(logging.Handler):
-    """Keeps what the steps say of each call."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.texts: list[str] = []
-        logging.getLogger("nxdpp").addHandler(self)
-
-    def emit(self, record: logging.LogRecord) -> None:
-        if "with each call" in record.getMessage() or "of its gradient" in record.getMessage():
-            self.texts.append(record.getMessage())
+def keep() -> KeptMessages:
+    """Keep what the steps say of each call."""
+    return KeptMessages("with each call", "of its gradient")
 
 
 def evaluating(module: nn.Module) -> None:
@@ -111,7 +103,7 @@ def distance(model: Any, whole: nn.Module, change: Callable[[torch.Tensor], torc
 
 def states() -> tuple[dict[str, list[str]], float]:
     """The messages of the steps of each kind, and the greatest distance from one process with a remedy."""
-    kept, said, distances = Kept(), {}, []
+    kept, said, distances = keep(), {}, []
     for kind in (*TOLD, *UNTOLD):
         kept.texts.clear()
         model = wrap(build(kind))
@@ -140,7 +132,7 @@ def clamped(gradient: torch.Tensor) -> torch.Tensor:
 
 def hooks() -> tuple[list[str], list[str], float, float]:
     """The messages of steps with and without hooks, and the distances of a linear hook and of the remedy."""
-    kept = Kept()
+    kept = keep()
     model = wrap(build("none"))
     for each in model.parameters():
         each.register_hook(clamped)

@@ -1,6 +1,5 @@
 """Losses that look at other rows: ``check_against_module="first"`` tells of them with numbers, and of nothing else."""
 
-import logging
 import re
 from typing import Any
 
@@ -9,6 +8,7 @@ import torch
 from torch import nn
 
 from nxdpp import NxDPPModel, parallel_state
+from tests.support.kept_messages import KeptMessages
 from tests.support.run_ranks import run_ranks
 
 ROWS, WIDTH = 8, 8
@@ -58,25 +58,13 @@ def build(middle: Any) -> nn.Sequential:
     return nn.Sequential(ends[0], ends[1], middle(), ends[2], ends[3])
 
 
-class Kept(logging.Handler):
-    """Keeps what the steps say of a loss that mixes rows."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.texts: list[str] = []
-        logging.getLogger("nxdpp").addHandler(self)
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.texts.append(record.getMessage())
-
-
 def wrapped(name: str, **arguments: Any) -> NxDPPModel:
     middle, loss_fn, _ = CASES[name]
     common: dict[str, Any] = {"num_microbatches": 4, "transformer_layer_cls": nn.Linear, "loss_fn": loss_fn}
     return NxDPPModel(build(middle), broadcast_and_average_loss=True, **{**common, **arguments})
 
 
-def told(kept: Kept, name: str) -> tuple[list[str], list[str], float, float]:
+def told(kept: KeptMessages, name: str) -> tuple[list[str], list[str], float, float]:
     """Return what a first and later steps say, the loss of the first, and the loss of one process over the batch."""
     kept.texts.clear()
     middle, loss_fn, more = CASES[name]
@@ -93,7 +81,7 @@ def told(kept: Kept, name: str) -> tuple[list[str], list[str], float, float]:
     return texts, kept.texts[first:], loss.item(), whole.item()
 
 
-def other_times(kept: Kept) -> list[str]:
+def other_times(kept: KeptMessages) -> list[str]:
     """Return what steps by different calls say of batch norms, each of a wrapper of its own."""
     kept.texts.clear()
     inputs = {"input": batch()["x"], "target": TARGET}
@@ -154,7 +142,7 @@ Told = dict[str, tuple[list[str], list[str], float, float]]
 
 def all_cases(rank: int) -> tuple[Told, list[str]]:
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
-    kept = Kept()
+    kept = KeptMessages()
     for way in WAYS.values():
         check_way(*way)
     return {name: told(kept, name) for name in CASES}, other_times(kept)

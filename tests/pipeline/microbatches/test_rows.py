@@ -33,33 +33,16 @@ def _refusal(inputs: dict[str, Any], microbatches: int, kind: type[Exception] = 
     return str(caught.value)
 
 
-def test_tensors_are_split_along_dimension_0_in_order() -> None:
+def test_tensors_are_split_in_order_and_shared_inputs_go_to_every_microbatch() -> None:
     ids = torch.arange(24).view(6, 4)
-    labels = torch.arange(6)
+    positions = torch.arange(4).unsqueeze(0)
+    shared = {"position_ids": positions, "mask": None, "scale": 0.5, "mode": "sum", "weight": torch.tensor(2.0)}
 
-    parts = _split({"input_ids": ids, "labels": labels}, 3)
+    parts = _split({"input_ids": ids, "labels": torch.arange(6), **shared}, 3)
 
-    assert len(parts) == 3
     assert torch.equal(torch.cat([part["input_ids"] for part in parts]), ids)
     assert [part["labels"].tolist() for part in parts] == [[0, 1], [2, 3], [4, 5]]
-
-
-def test_shared_inputs_go_to_every_microbatch() -> None:
-    shared = {
-        "position_ids": torch.arange(4).unsqueeze(0),
-        "mask": None,
-        "scale": 0.5,
-        "count": 3,
-        "mode": "sum",
-        "flag": True,
-        "weight": torch.tensor(2.0),
-    }
-
-    parts = _split({"input_ids": torch.zeros(4, 4), **shared}, 2)
-
-    assert [part["input_ids"].shape[0] for part in parts] == [2, 2]
-    for part in parts:
-        assert all(part[name] is value for name, value in shared.items())
+    assert all(part[name] is value for name, value in shared.items() for part in parts)
 
 
 def test_a_batch_that_does_not_divide_is_refused() -> None:
@@ -88,36 +71,26 @@ def test_named_inputs_go_whole_to_every_microbatch() -> None:
     assert all(part[name] is inputs[name] for part in parts for name in shared)
 
 
-@pytest.mark.parametrize(
-    ("inputs", "names"),
-    [
-        ({"ids": torch.zeros(4, 4).long(), "mask": torch.zeros(4, 4)}, "mask"),
-        ({"ids": torch.zeros(4, 4).long(), "mask": torch.zeros(4, 4).bool(), "weight": torch.zeros(4)}, "mask, weight"),
+def test_tensors_that_may_be_shared_are_a_question() -> None:
+    ids = torch.zeros(4, 4).long()
+    for inputs, names in (
+        ({"ids": ids, "mask": torch.zeros(4, 4).bool(), "weight": torch.zeros(4)}, "mask, weight"),
         ({"hidden": torch.zeros(4, 4, 6), "weight": torch.zeros(4).half()}, "weight"),
-        ({"ids": torch.zeros(4, 6).long(), "target": torch.zeros(4, 4).long(), "order": torch.arange(4)}, "order"),
-    ],
-)
-def test_tensors_that_may_be_shared_are_a_question(inputs: dict[str, Any], names: str) -> None:
-    check_not_shared(inputs, 1, set())
-    with pytest.raises(ValueError, match=f"batch has 4 rows of 4 tokens, so that {names} may") as caught:
-        check_not_shared(inputs, 2, set())
-    assert f"shared_inputs={names.split(', ')}" in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    "inputs",
-    [
+        ({"ids": torch.zeros(4, 6).long(), "target": ids, "order": torch.arange(4)}, "order"),
+    ):
+        check_not_shared(inputs, 1, set())
+        with pytest.raises(ValueError, match=f"batch has 4 rows of 4 tokens, so that {names} may") as caught:
+            check_not_shared(inputs, 2, set())
+        assert f"shared_inputs={names.split(', ')}" in str(caught.value)
+    for usual in (
         # Tokens and labels of as many rows as tokens.
-        {"ids": torch.zeros(4, 4).long(), "labels": torch.zeros(4, 4).long()},
-        {"ids": torch.zeros(4, 6).long(), "kinds": torch.zeros(4).long()},
+        {"ids": ids, "labels": ids},
         {"ids": torch.zeros(4, 6).long(), "mask": torch.zeros(4, 6), "weight": torch.zeros(4)},
         {"x": torch.zeros(4, 4), "target": torch.zeros(4)},
         {"latents": torch.zeros(4, 4, 8, 8), "sigma": torch.zeros(4), "positions": torch.zeros(1, 1).long()},
         {"hidden": torch.zeros(4, 6, 4), "weight": torch.zeros(4), "scale": torch.zeros(1), "none": None},
-    ],
-)
-def test_usual_inputs_are_no_question(inputs: dict[str, Any]) -> None:
-    check_not_shared(inputs, 2, set())
+    ):
+        check_not_shared(usual, 2, set())
 
 
 def test_what_a_batch_of_other_sizes_has_shown_is_no_question() -> None:

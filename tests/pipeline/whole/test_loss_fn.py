@@ -85,15 +85,15 @@ def text(rows: int) -> dict[str, Any]:
     return {"input_ids": batch["input_ids"], "targets": batch["labels"]}
 
 
-def part_of(value: Any, number: int, count: int) -> Any:
-    """The part of one microbatch in an input."""
-    if isinstance(value, dict):
-        return {name: part_of(inner, number, count) for name, inner in value.items()}
-    return value.chunk(count)[number] if isinstance(value, Tensor) else value
-
-
 def parts_of(batch: dict[str, Any], count: int) -> list[dict[str, Any]]:
-    return [part_of(batch, number, count) for number in range(count)]
+    """The inputs of each microbatch."""
+
+    def part_of(value: Any, number: int) -> Any:
+        if isinstance(value, dict):
+            return {name: part_of(inner, number) for name, inner in value.items()}
+        return value.chunk(count)[number] if isinstance(value, Tensor) else value
+
+    return [part_of(batch, number) for number in range(count)]
 
 
 def of_labels(output: Tensor, labels: Tensor) -> Tensor:

@@ -1,8 +1,5 @@
 """Loss and gradients of the mean over all labels, over real processes, against one process on the whole batch."""
 
-import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -12,6 +9,7 @@ from transformers import MixtralForCausalLM
 
 from nxdpp import NxDPPModel, parallel_state
 from nxdpp.schedules.families.registry import FAMILIES
+from tests.support.kept_messages import KeptMessages
 from tests.support.models import gradient_differences, make, microbatches, reference
 from tests.support.run_ranks import run_ranks
 from tests.support.uneven_labels import ONE_EMPTY, UNEVEN, MeanLayer, count_labels, mean_model, uneven_batch
@@ -41,16 +39,6 @@ def check_near(wrapped: NxDPPModel, whole: nn.Module, loss: Any, expected: torch
     assert abs(loss.item() / expected.item() - 1) < NEAR, (case, loss, expected)
     differences = gradient_differences(wrapped, whole)
     assert all(distance is not None and distance < NEAR for distance in differences.values()), (case, differences)
-
-
-@contextmanager
-def caught_warnings() -> Iterator[list[str]]:
-    messages: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("nxdpp").addHandler(handler)
-    yield messages
-    logging.getLogger("nxdpp").removeHandler(handler)
 
 
 def every_schedule() -> None:
@@ -99,9 +87,9 @@ def replicate(rank: int) -> None:
             check_near(wrapped, whole, wrapped.run_train(**own), expected, kept)
             # A replica without items has gradients of zero, and is no surprise in a later step.
             later = uneven_batch((31, 20, 0, 4, 0, 0, 0, 0), seed=1)
-            with caught_warnings() as warnings:
-                wrapped.run_train(**{name: value.chunk(2)[replica] for name, value in later.items()})
-            assert warnings == []
+            kept = KeptMessages()
+            wrapped.run_train(**{name: value.chunk(2)[replica] for name, value in later.items()})
+            assert kept.texts == []
     # The user counts the items of both replicas.
     model = make("llama", layers=2)
     whole = reference(model)

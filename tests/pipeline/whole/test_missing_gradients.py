@@ -1,7 +1,6 @@
 """Values that the loss does not depend on: parameters before them have no gradient, as in one process."""
 
 import copy
-from typing import Any
 
 import torch
 
@@ -33,30 +32,6 @@ class OnOnePath(Chain):
             hidden = block(hidden)
         hidden = self.blocks[-1](hidden.detach() + first)
         return self.head(hidden).square().mean()  # type: ignore[no-any-return]
-
-
-class NoGradient(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, hidden: torch.Tensor) -> torch.Tensor:
-        return hidden * 2
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> None:
-        return None
-
-
-class Ending(Block):
-    """A layer whose backward ends in it."""
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        changed: torch.Tensor = self.linear(NoGradient.apply(hidden))  # type: ignore[no-untyped-call]
-        return changed
-
-
-class EndsInALayer(Chain):
-    def __init__(self, layers: int) -> None:
-        super().__init__(layers)
-        self.blocks[layers // 2] = Ending()
 
 
 class TiedBefore(Detached):
@@ -108,7 +83,6 @@ def every_family(rank: int) -> None:
         check(OnOnePath, 2, schedule)
     for schedule in ("1f1b", "zb-v"):
         check(Detached, 2, schedule)
-        check(EndsInALayer, 2, schedule)
     check(TiedBefore, 2, "interleaved")
     changing()
 
