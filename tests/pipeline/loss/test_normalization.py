@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Iterator
-from functools import partial
 from typing import Any
 
 import numpy
@@ -10,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from transformers import LlamaForCausalLM, T5Config, T5ForConditionalGeneration
+from transformers import LlamaForCausalLM
 
 from nxdpp import NxDPPModel, parallel_state
 from nxdpp.pipeline.loss.item_counts import number_of
@@ -67,17 +66,6 @@ def asking() -> Asking:
     model = make("llama", layers=2)
     model.__class__ = Asking
     return model  # type: ignore[no-any-return]
-
-
-def constant(result: Any, inputs: dict[str, Any]) -> Any:
-    return result
-
-
-def t5() -> Any:
-    sizes: dict[str, Any] = {"vocab_size": 61, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_heads": 4, "num_layers": 2}
-    sizes |= {"dropout_rate": 0.0, "decoder_start_token_id": 0}
-    torch.manual_seed(1)
-    return T5ForConditionalGeneration(T5Config(**sizes))
 
 
 @pytest.mark.usefixtures("two_stages")
@@ -142,7 +130,7 @@ def test_steps_that_are_refused() -> None:
         both.run_train(**batch, num_items_in_batch=5)
     # Results of the function.
     for result, error in ((-1, ValueError), ("2", TypeError), (0, ValueError)):
-        wrong = NxDPPModel(mean_model(2), **counting, count_items_fn=partial(constant, result))
+        wrong = NxDPPModel(mean_model(2), **counting, count_items_fn=lambda _, result=result: result)
         with pytest.raises(error, match=r"count_items_fn for microbatch 0|no microbatch of the batch"):
             wrong.run_train(**batch)
     # A split that leaves the number out.
@@ -213,9 +201,9 @@ def test_a_loss_that_is_not_a_number_in_a_module_of_the_user(caplog: pytest.LogC
 
 def train_others() -> None:
     batch = uneven_batch(ONE_EMPTY)
-    # T5 and BERT count the first label of a row too.
+    # BERT counts the first label of a row too.
     batch["labels"][2:4] = -100
-    check(t5(), batch, count_items_fn=count_all_labels)
+    check(make("bert", layers=2), batch, count_items_fn=count_all_labels)
     # The remedy of the refusal of a microbatch without labels.
     llama = make("llama", layers=2)
     llama.loss_function = own_loss

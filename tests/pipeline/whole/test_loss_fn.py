@@ -11,9 +11,10 @@ from torch import Tensor, nn
 
 from nxdpp import NxDPPModel, parallel_state
 from tests.support.models import gradient_differences, make, padded_batch, reference
+from tests.support.plain_models import WIDTH, Block
 from tests.support.run_ranks import run_ranks
 
-CLASSES, WIDTH = 7, 6
+CLASSES = 7
 
 
 @dataclass
@@ -24,16 +25,6 @@ class Heads:
     more: dict[str, Tensor]
 
 
-class Layer(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = x + self.linear(x).tanh()
-        return y
-
-
 class Classifier(nn.Module):
     """A model without a loss; ``nested`` returns a dataclass."""
 
@@ -41,7 +32,7 @@ class Classifier(nn.Module):
         super().__init__()
         torch.manual_seed(3)
         self.nested = nested
-        self.layers = nn.ModuleList(Layer() for _ in range(4))
+        self.layers = nn.ModuleList(Block() for _ in range(4))
         self.head = nn.Linear(WIDTH, CLASSES)
 
     def forward(self, x: Tensor) -> Any:

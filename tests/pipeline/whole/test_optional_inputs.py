@@ -54,18 +54,17 @@ def wrapped(module: nn.Module) -> NxDPPModel:
     return NxDPPModel(module, num_microbatches=2, transformer_layer_cls=nn.Linear, broadcast_and_average_loss=True)
 
 
-def compare(model: NxDPPModel, whole: nn.Module, given: dict[str, torch.Tensor]) -> None:
+def compare(model: NxDPPModel, whole: nn.Module, *names: str) -> None:
     model.zero_grad()
     whole.zero_grad()
-    loss = model.run_train(**given)
-    expected = whole(**given)["loss"]
+    loss = model.run_train(**inputs(*names))
+    expected = whole(**inputs(*names))["loss"]
     expected.backward()
     torch.testing.assert_close(loss, expected.detach())
     theirs = dict(whole.named_parameters())
     for name, parameter in model.named_parameters():
-        ours = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-        wanted = theirs[name].grad
-        torch.testing.assert_close(ours, torch.zeros_like(ours) if wanted is None else wanted, msg=name)
+        ours, wanted = (torch.zeros_like(p) if p.grad is None else p.grad for p in (parameter, theirs[name]))
+        torch.testing.assert_close(ours, wanted, msg=name)
 
 
 def train(rank: int) -> str:
@@ -74,7 +73,7 @@ def train(rank: int) -> str:
     whole = reference(module)
     model = wrapped(module)
     for names in ((), ("x",), ("x", "labels"), ()):
-        compare(model, whole, inputs(*names))
+        compare(model, whole, *names)
     module = Needed()
     whole = reference(module)
     model = wrapped(module)
@@ -82,7 +81,7 @@ def train(rank: int) -> str:
         model.run_train()
     # The remedy of the message.
     for names in (("x",), ("x", "labels")):
-        compare(model, whole, inputs(*names))
+        compare(model, whole, *names)
     return str(caught.value)
 
 
