@@ -219,35 +219,15 @@ def test_a_contrastive_loss_is_that_of_one_process_or_refused() -> None:
     assert "Use run_train and run_eval" in first[5]
 
 
-def test_outputs_without_rows_are_shared_or_refused() -> None:
-    def loss_fn(output: Any, target: torch.Tensor) -> torch.Tensor:
-        rows, shared = output
-        result: torch.Tensor = (rows * shared - target).pow(2).sum()
-        return result
-
-    weight = torch.tensor([1.0, 2.0], requires_grad=True)
-    rows = torch.arange(8.0).view(4, 2).requires_grad_()
-    target = torch.ones(4, 2)
-    collected = BatchLoss(loss_fn, None, torch.ones_like)
-    assert float(collected((rows, weight), target=target)) == 312.0
-
-    collected.begin(2, 2, nn.Linear(1, 1), [False, True])
-    scalars = [collected((part, weight), target=own) for part, own in zip(rows.chunk(2), target.chunk(2), strict=True)]
-    for scalar in scalars:
-        scalar.backward()
-    expected = loss_fn((rows, weight), target)
-    found = rows.grad, weight.grad
-    for ours, theirs in zip(found, torch.autograd.grad(expected, (rows, weight)), strict=True):
-        torch.testing.assert_close(ours, theirs)
-    assert torch.equal(collected.loss, expected.detach())
-
+def test_outputs_without_rows_that_differ_are_refused() -> None:
+    rows, target = torch.arange(8.0).view(4, 2).requires_grad_(), torch.ones(4, 2)
+    collected = BatchLoss(lambda output, target: output[0].sum(), None, torch.ones_like)
     collected.begin(2, 2, nn.Linear(1, 1))
     collected((rows[:2], torch.tensor(1.0, requires_grad=True)), target=target[:2])
     with pytest.raises(ValueError, match="other values in each microbatch, and no 2 rows"):
         collected((rows[2:], torch.tensor(2.0, requires_grad=True)), target=target[2:])
-
     # Graphs of microbatches may differ, and so may what they return.
     collected.begin(2, 2, nn.Linear(1, 1))
-    collected((rows[:2], weight), target=target[:2])
+    collected((rows[:2], torch.ones(2)), target=target[:2])
     with pytest.raises(ValueError, match="those of microbatch 1 have another structure"):
         collected(rows[2:], target=target[2:])

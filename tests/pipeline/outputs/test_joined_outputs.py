@@ -5,7 +5,6 @@ from collections.abc import Sequence
 import pytest
 import torch
 from torch import nn
-from transformers.modeling_outputs import CausalLMOutput
 
 from nxdpp import NxDPPModel, parallel_state
 from nxdpp.pipeline.microbatches.batch_dimension import value_counts
@@ -23,18 +22,6 @@ def _full(rows: int, number: int) -> torch.Tensor:
 def _counts(rows: Sequence[int], length: int = 4) -> list[dict[tuple[str, int], int]]:
     """Counts of microbatches of tokens (rows, length)."""
     return [value_counts({"ids": torch.zeros(own, length)}, None, None) for own in rows]
-
-
-def test_rows_are_concatenated_and_scalars_stacked() -> None:
-    outputs = [
-        {"rows": _full(own, i), "tokens": _full(4 * own, i), "loss": torch.tensor(float(i)), "rest": (None, "a", 1)}
-        for i, own in enumerate(ROWS)
-    ]
-    joined = join_outputs(outputs, _counts(ROWS))
-    assert joined["rows"].tolist() == [[i] * 3 for i in (0, 0, 1, 1, 2)]
-    assert joined["tokens"].shape == (20, 3)
-    assert joined["loss"].tolist() == [0, 1, 2]
-    assert joined["rest"] == (None, "a", 1)
 
 
 def test_values_that_are_no_rows_are_one_or_a_list() -> None:
@@ -73,15 +60,6 @@ def test_sizes_that_rows_divide_are_no_rows() -> None:
     assert torch.equal(join_outputs([torch.eye(5)] * 2, turned, 1), torch.eye(5))
     assert join_outputs([torch.ones(5, 2)] * 2, turned, 1).shape == (5, 4)
     assert len(join_outputs([torch.full((10,), float(i)) for i in range(2)], turned, 1)) == 2
-
-
-def test_a_model_output_keeps_its_class() -> None:
-    outputs = [CausalLMOutput(logits=torch.full((1, 2), float(i))) for i in range(2)]
-    joined = join_outputs(outputs, _counts([1, 1]))
-    assert type(joined) is CausalLMOutput
-    assert joined.logits is not None
-    assert joined.logits.tolist() == [[0, 0], [1, 1]]
-    assert joined.loss is None
 
 
 def test_a_value_that_some_microbatches_lack_is_a_list() -> None:

@@ -4,13 +4,10 @@ import re
 
 import pytest
 
-from nxdpp import NxDPPModel, parallel_state
-from tests.pipeline.runtime.scheduled_models import Chain, make, rows, wrap
+from nxdpp import NxDPPModel
 from tests.pipeline.whole.test_failures import FOLDER, run_failing
-from tests.support.models import make as make_huggingface
-from tests.support.models import padded_batch
+from tests.support.models import make, padded_batch
 from tests.support.run_program import run_program
-from tests.support.run_ranks import run_ranks
 
 REFUSED = "run_train step 2 raised ValueError: a batch of 6 (x) does not divide"
 
@@ -51,24 +48,11 @@ def test_a_rank_does_not_start_again_after_a_failure() -> None:
     assert ended.codes == [1, 1], ended.output
 
 
-def refuse_together(rank: int) -> None:
-    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
-    wrapped = wrap(make(Chain, 2), 4)
-    wrapped.run_train(x=rows(8))
-    with pytest.raises(ValueError, match="a batch of 6"):
-        wrapped.run_train(x=rows(6))
-    wrapped.run_train(x=rows(8))
-
-
-def test_a_batch_that_all_ranks_refuse_may_be_left_out() -> None:
-    run_ranks(2, refuse_together)
-
-
 @pytest.mark.cpu_only("an index outside of a table is an error of a later call, after which a device may be unusable")
 @pytest.mark.usefixtures("one_rank")
 def test_one_process_may_go_on() -> None:
     """One rank without others may go on after an error in a step: its engines begin anew."""
-    wrapped = NxDPPModel(make_huggingface("llama", layers=2), num_microbatches=4)
+    wrapped = NxDPPModel(make("llama", layers=2), num_microbatches=4)
     batch = padded_batch(8)
     expected = wrapped.run_train(**batch)
     batch["input_ids"][7, 0] = 10_000

@@ -62,7 +62,26 @@ def noise() -> tuple[torch.Tensor, torch.Tensor]:
     return (1 - time) * drawn + time * torch.where(drop[:, None], 0.0, 1.0), drawn
 
 
-def scripts(rank: int) -> list[list[Any]]:
+def masks() -> list[torch.Tensor]:
+    """The outputs of a dropout of ones in each microbatch, on this rank."""
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2, hang_timeout=60)
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5)) for _ in range(2)]
+    model = NxDPPModel(
+        nn.Sequential(*layers),
+        transformer_layer_cls=nn.Sequential,
+        loss_fn=lambda output: output.mean(),
+        num_microbatches=2,
+    )
+    seen: list[torch.Tensor] = []
+    for module in model.local_modules():
+        if isinstance(module, nn.Dropout):
+            module.register_forward_hook(lambda _, __, output: seen.append(output == 0))
+    model.run_train(input=torch.ones(4, 8))
+    return seen
+
+
+def scripts(rank: int) -> tuple[list[list[Any]], list[torch.Tensor]]:
     """What scripts draw where layers draw too, and where no layer does: orders of rows, and sums of noise."""
     found: list[list[Any]] = []
     for draws in (True, False):
@@ -78,7 +97,7 @@ def scripts(rank: int) -> list[list[Any]]:
             model.run_eval(rows=rows, target=target)
             found[-1].append(float(rows.sum()))
         parallel_state.destroy_model_parallel()
-    return found
+    return found, masks()
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
@@ -87,11 +106,16 @@ def test_noise_of_the_script_is_alike_on_all_ranks(ranks: int) -> None:
     Vae(draws=False)
     expected = [numbers.tolist() for _ in range(2) for _, numbers in loader()]
     expected += [float(noise()[0].sum()) for _ in range(4)]
-    first, *others = run_ranks(ranks, scripts)
+    results = run_ranks(ranks, scripts)
+    first, *others = (found for found, _ in results)
     assert all(drawn == first for drawn in others)
     drawn, without_draws = first
     assert len({*map(str, drawn)}) == 12
     assert without_draws == expected, "those of one process, where no layer draws"
+    # Stages and replicas draw other masks in each microbatch.
+    of_layers = [mask for _, masks_of_rank in results for mask in masks_of_rank]
+    assert len(of_layers) == 2 * ranks
+    assert not any(torch.equal(one, other) for one, other in itertools.combinations(of_layers, 2))
 
 
 def losses_of() -> list[list[float]]:
@@ -129,31 +153,6 @@ def test_a_seed_gives_all_later_numbers_and_generators_are_alike_on_all_ranks() 
         assert len({*begun_later[2:]}) == 3
         assert all(len({*drawn}) == 4 for drawn in one_replica)
     assert first[2] == second[2]
-
-
-def masks(rank: int) -> list[torch.Tensor]:
-    """The outputs of a dropout of ones in each microbatch, on this rank."""
-    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2, hang_timeout=60)
-    torch.manual_seed(0)
-    layers = [nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5)) for _ in range(2)]
-    model = NxDPPModel(
-        nn.Sequential(*layers),
-        transformer_layer_cls=nn.Sequential,
-        loss_fn=lambda output: output.mean(),
-        num_microbatches=2,
-    )
-    seen: list[torch.Tensor] = []
-    for module in model.local_modules():
-        if isinstance(module, nn.Dropout):
-            module.register_forward_hook(lambda _, __, output: seen.append(output == 0))
-    model.run_train(input=torch.ones(4, 8))
-    return seen
-
-
-def test_stages_and_replicas_draw_other_masks() -> None:
-    drawn = [mask for seen in run_ranks(4, masks) for mask in seen]
-    assert len(drawn) == 8
-    assert not any(torch.equal(one, other) for one, other in itertools.combinations(drawn, 2))
 
 
 class OnImages(nn.Module):
