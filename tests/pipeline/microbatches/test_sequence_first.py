@@ -123,7 +123,8 @@ def train_all(rank: int) -> dict[str, str]:
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
     common: dict[str, Any] = {"transformer_layer_cls": nn.TransformerEncoderLayer, "loss_fn": of_tokens}
     # The model transposes itself; and one microbatch is the batch.
-    for answer in ({"num_microbatches": 2, "batch_dimension": 0}, {"num_microbatches": 1}):
+    answers: list[dict[str, Any]] = [{"num_microbatches": 2, "batch_dimension": 0}, {"num_microbatches": 1}]
+    for answer in answers:
         NxDPPModel(Encoder(), **common, **answer).run_train(**batch_of(""))
     return {case: train(case) for case in REMEDIES}
 
