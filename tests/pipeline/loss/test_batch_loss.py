@@ -1,6 +1,5 @@
 """``loss_over="batch"``: losses over all rows of a step, as a script of one process computes them."""
 
-import copy
 from typing import Any
 
 import pytest
@@ -10,7 +9,6 @@ from torch.distributed.tensor import DTensor
 
 import nxdpp
 from nxdpp import NxDPPModel, parallel_state
-from nxdpp.pipeline.config import PipelineConfig
 from nxdpp.pipeline.loss.batch_loss import BatchLoss
 from tests.support.run_ranks import run_ranks
 
@@ -77,8 +75,7 @@ def loss_of_one_process(whole: nn.Module, inputs: dict[str, torch.Tensor]) -> to
     return contrastive(whole(inputs["x"], inputs["pairs"]), inputs["weight"])
 
 
-def train(rank: int, stages: int, schedule: Any, **more: Any) -> None:
-    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=stages)
+def train(schedule: Any) -> None:
     replicas = parallel_state.get_data_parallel_size()
     inputs = batch(parallel_state.get_data_parallel_rank())
     model = NxDPPModel(
@@ -90,7 +87,6 @@ def train(rank: int, stages: int, schedule: Any, **more: Any) -> None:
         loss_over="batch",
         broadcast_and_average_loss=True,
         check_against_module="first",
-        **more,
     )
     whole = module()
     ours = torch.optim.SGD(model.parameters(), lr=0.5)
@@ -120,17 +116,8 @@ def _parts(inputs: dict[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
     return [dict(zip(inputs, row, strict=True)) for row in zip(*columns, strict=True)]
 
 
-@pytest.mark.parametrize(
-    ("ranks", "stages", "schedule"),
-    [(2, 2, "gpipe"), (4, 4, "gpipe"), (4, 2, "gpipe"), (2, 2, "looped-bfs"), (2, 2, SPLIT)],
-    ids=["2 ranks", "4 ranks", "2 replicas", "looped", "split"],
-)
-def test_a_contrastive_loss_is_that_of_one_process(ranks: int, stages: int, schedule: Any) -> None:
-    run_ranks(ranks, train, stages, schedule)
-
-
-def _scaled(rank: int) -> None:
-    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
+def _scaled() -> None:
+    """The scale of a scaler is in the gradients once."""
     scaler = nxdpp.GradScaler("cpu", init_scale=4.0)
     common: dict[str, Any] = {
         "num_microbatches": MICROBATCHES,
@@ -147,12 +134,7 @@ def _scaled(rank: int) -> None:
         torch.testing.assert_close(other.grad, 4 * one.grad, rtol=0, atol=0)
 
 
-def test_the_scale_of_a_scaler_is_in_the_gradients_once() -> None:
-    run_ranks(2, _scaled)
-
-
-def _sharded(rank: int) -> None:
-    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
+def _sharded() -> None:
     model = NxDPPModel(
         module().float(),
         num_microbatches=MICROBATCHES,
@@ -185,18 +167,12 @@ def _sharded(rank: int) -> None:
     assert any(isinstance(parameter, DTensor) for parameter in model.parameters())
 
 
-def test_shards_recomputation_and_autocast_compose() -> None:
-    run_ranks(4, _sharded)
-
-
-def _refused(rank: int) -> list[str]:
-    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
+def _refused() -> list[str]:
     common: dict[str, Any] = {"num_microbatches": MICROBATCHES, "transformer_layer_cls": Layer}
     batched: dict[str, Any] = {"loss_fn": contrastive, "loss_over": "batch"}
     messages = []
     for wrong in (
         batched,
-        batched | {"schedule": "zb-h1"},
         batched | {"schedule": "gpipe", "return_mb_loss": True},
         batched | {"schedule": "gpipe", "loss_normalization": "tokens", "count_items_fn": len},
         {"loss_over": "batch", "schedule": "gpipe"},
@@ -213,69 +189,45 @@ def _refused(rank: int) -> list[str]:
     return [*messages, str(caught.value)]
 
 
-def test_what_cannot_be_honoured_is_refused() -> None:
-    first = run_ranks(2, _refused)[0]
+def _two_ranks(rank: int) -> list[str]:
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
+    train("gpipe")
+    train(SPLIT)
+    _scaled()
+    return _refused()
+
+
+def _four_ranks(rank: int) -> None:
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
+    train("looped-bfs")
+    _sharded()
+
+
+def test_a_contrastive_loss_of_two_replicas_is_that_of_one_process_with_shards_recomputation_and_autocast() -> None:
+    run_ranks(4, _four_ranks)
+
+
+def test_a_contrastive_loss_is_that_of_one_process_or_refused() -> None:
+    first = run_ranks(2, _two_ranks)[0]
 
     assert "schedule='1f1b' has a backward there before" in first[0]
     assert "Schedules with all forwards first: 'gpipe', 'looped-bfs'. They keep" in first[0]
-    assert "schedule='zb-h1'" in first[1]
-    assert "there is one loss of all rows" in first[2]
-    assert "exclude each other: loss_fn sees all rows" in first[3]
-    assert "needs loss_fn" in first[4]
-    assert "must be 'microbatch', or 'batch'" in first[5]
-    assert "Use run_train and run_eval" in first[6]
+    assert "there is one loss of all rows" in first[1]
+    assert "exclude each other: loss_fn sees all rows" in first[2]
+    assert "needs loss_fn" in first[3]
+    assert "must be 'microbatch', or 'batch'" in first[4]
+    assert "Use run_train and run_eval" in first[5]
 
 
-def test_outputs_without_rows_are_shared_or_refused() -> None:
-    def loss_fn(output: Any, target: torch.Tensor) -> torch.Tensor:
-        rows, shared = output
-        result: torch.Tensor = (rows * shared - target).pow(2).sum()
-        return result
-
-    weight = torch.tensor([1.0, 2.0], requires_grad=True)
-    rows = torch.arange(8.0).view(4, 2).requires_grad_()
-    target = torch.ones(4, 2)
-    collected = BatchLoss(loss_fn, None, torch.ones_like)
-    assert float(collected((rows, weight), target=target)) == 312.0
-
-    collected.begin(2, 2, nn.Linear(1, 1), [False, True])
-    scalars = [collected((part, weight), target=own) for part, own in zip(rows.chunk(2), target.chunk(2), strict=True)]
-    for scalar in scalars:
-        scalar.backward()
-    expected = loss_fn((rows, weight), target)
-    found = rows.grad, weight.grad
-    for ours, theirs in zip(found, torch.autograd.grad(expected, (rows, weight)), strict=True):
-        torch.testing.assert_close(ours, theirs)
-    assert torch.equal(collected.loss, expected.detach())
-
-    # One for each head, computed in each microbatch, and as many heads as rows.
-    rows.grad = weight.grad = None
-    collected.begin(2, 2, nn.Linear(1, 1), [False, True])
-    scalars = [
-        collected((part, weight * 1.0), target=own) for part, own in zip(rows.chunk(2), target.chunk(2), strict=True)
-    ]
-    for scalar in scalars:
-        scalar.backward()
-    for ours, theirs in zip(
-        (rows.grad, weight.grad), torch.autograd.grad(loss_fn((rows, weight), target), (rows, weight)), strict=True
-    ):
-        torch.testing.assert_close(ours, theirs)
-
+def test_outputs_without_rows_that_differ_are_refused() -> None:
+    rows, target = torch.arange(8.0).view(4, 2).requires_grad_(), torch.ones(4, 2)
+    collected = BatchLoss(lambda output, target: output[0].sum(), None, torch.ones_like)
     collected.begin(2, 2, nn.Linear(1, 1))
     collected((rows[:2], torch.tensor(1.0, requires_grad=True)), target=target[:2])
     with pytest.raises(ValueError, match="other values in each microbatch, and no 2 rows"):
         collected((rows[2:], torch.tensor(2.0, requires_grad=True)), target=target[2:])
-
     # Graphs of microbatches may differ, and so may what they return.
     collected.begin(2, 2, nn.Linear(1, 1))
-    collected((rows[:2], weight), target=target[:2])
+    collected((rows[:2], torch.ones(2)), target=target[:2])
     with pytest.raises(ValueError, match="those of microbatch 1 have another structure"):
         collected(rows[2:], target=target[2:])
-
-
-def test_a_copy_of_a_config_has_a_collector_of_its_own() -> None:
-    config = PipelineConfig(module(), loss_fn=contrastive, loss_over="batch")
-
-    assert config.batch_loss is config.batch_loss
-    assert copy.copy(config).loss_fn is contrastive
-    assert PipelineConfig(module(), loss_fn=contrastive).batch_loss is None

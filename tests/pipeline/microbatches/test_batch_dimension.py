@@ -1,5 +1,6 @@
 """``batch_dimension``: rows along another dimension than 0, and the outputs along it."""
 
+import copy
 from typing import Any
 
 import pytest
@@ -12,27 +13,6 @@ from nxdpp.pipeline.microbatches.split_batch import split_batch
 from tests.support.run_ranks import run_ranks
 
 ROWS, TOKENS, WIDTH, VOCABULARY = 8, 12, 16, 20
-
-
-class Encoder(nn.Module):
-    """Layers of (T, B, H), as torch makes them without ``batch_first``."""
-
-    def __init__(self, batch_first: bool = False) -> None:
-        super().__init__()
-        self.sequence = int(batch_first)
-        self.embed = nn.Embedding(VOCABULARY, WIDTH)
-        self.layers = nn.ModuleList(
-            nn.TransformerEncoderLayer(WIDTH, 2, 32, 0.0, batch_first=batch_first) for _ in range(4)
-        )
-        self.head = nn.Linear(WIDTH, VOCABULARY)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        mask = nn.Transformer.generate_square_subsequent_mask(x.shape[self.sequence])
-        hidden = self.embed(x)
-        for layer in self.layers:
-            hidden = layer(hidden, mask)
-        logits: torch.Tensor = self.head(hidden)
-        return logits
 
 
 class Classifier(nn.Module):
@@ -64,143 +44,47 @@ class Recurrent(nn.Module):
         return result
 
 
-def of_tokens(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    return nn.functional.cross_entropy(output.flatten(0, 1), target.flatten())
-
-
 def of_rows(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return nn.functional.cross_entropy(output, target)
 
 
-def tokens(rows: int = ROWS, length: int = TOKENS) -> torch.Tensor:
-    return torch.randint(VOCABULARY, (length, rows), generator=torch.Generator().manual_seed(rows + length))
+def tokens() -> torch.Tensor:
+    return torch.randint(VOCABULARY, (TOKENS, ROWS), generator=torch.Generator().manual_seed(0))
 
 
-def _case(name: str) -> tuple[nn.Module, Any, dict[str, torch.Tensor], Any, Any]:
-    """A model, its loss, a batch, and answers to the question."""
-    x = tokens()
-    if name == "tokens":
-        return Encoder(), of_tokens, {"x": x, "target": x.roll(-1, 0)}, 1, {"x": 1, "target": 1}
-    # The labels have one dimension, so that sizes tell (T, B): the error is of the sizes.
-    return Classifier(), of_rows, {"x": x, "target": torch.arange(ROWS) % 3}, 1, {"x": 1}
-
-
-def train(rank: int, ranks: int, name: str, by_name: bool) -> list[str]:
-    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=ranks)
+def train(rank: int) -> None:
+    """The labels have one dimension, so that sizes tell (T, B): the error is of the sizes."""
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
     torch.manual_seed(0)
-    module, loss_fn, batch, number, names = _case(name)
-    torch.manual_seed(0)
-    whole = _case(name)[0]
-    whole.load_state_dict(module.state_dict())
-    common: dict[str, Any] = {
-        "num_microbatches": 4,
-        "transformer_layer_cls": [nn.TransformerEncoderLayer] if name == "tokens" else [Recurrent],
-        "loss_fn": loss_fn,
-        "broadcast_and_average_loss": True,
-    }
-    with pytest.raises(ValueError, match="batch_dimension=1") as asked:
-        NxDPPModel(_case(name)[0], **common).run_train(**batch)
-    model = NxDPPModel(module, **common, batch_dimension=names if by_name else number, check_against_module="first")
-    for _ in range(3):
-        model.zero_grad()
+    whole, x, target = Classifier(), tokens(), torch.arange(ROWS) % 3
+    common: dict[str, Any] = {"num_microbatches": 4, "transformer_layer_cls": Recurrent, "loss_fn": of_rows}
+    with pytest.raises(ValueError, match=r"disagree on dimension 0, .*'x': 12, 'target': 8.*batch_dimension=1"):
+        NxDPPModel(copy.deepcopy(whole), **common).run_train(x=x, target=target)
+    wrongs: list[Any] = [-1, True, {"y": 1}]
+    for wrong in wrongs:
+        with pytest.raises(ValueError, match="batch_dimension"):
+            NxDPPModel(copy.deepcopy(whole), **common, batch_dimension=wrong)
+    with pytest.raises(ValueError, match="exclude each other"):
+        NxDPPModel(copy.deepcopy(whole), **common, batch_dimension=1, split_inputs_fn=lambda inputs, _: [inputs])
+    answers: list[Any] = [1, {"x": 1}]
+    for answer in answers:
         whole.zero_grad()
-        loss = model.run_train(**batch)
-        expected = []
-        for part in zip(batch["x"].chunk(4, 1), batch["target"].chunk(4, batch["target"].ndim - 1), strict=True):
-            expected.append(loss_fn(whole(part[0]), part[1]))
-            (expected[-1] / 4).backward()
-        assert loss.item() == torch.stack(expected).mean().item()
-        # Sequences are whole in a microbatch: the loss is the one of the batch.
-        torch.testing.assert_close(loss, loss_fn(whole(batch["x"]), batch["target"]).detach())
+        model = NxDPPModel(copy.deepcopy(whole), **common, batch_dimension=answer, check_against_module="first")
+        loss = model.run_train(x=x, target=target)
+        expected = [of_rows(whole(part), own) for part, own in zip(x.chunk(4, 1), target.chunk(4), strict=True)]
+        for each in expected:
+            (each / 4).backward()
+        assert loss is None or (isinstance(loss, torch.Tensor) and torch.equal(loss, torch.stack(expected).mean()))
         own = dict(whole.named_parameters())
         for key, parameter in model.named_parameters():
             torch.testing.assert_close(parameter.grad, own[key].grad, atol=0, rtol=0)
-    output = model.run_eval(x=batch["x"])
-    if model.holds_last_stage:
+        output = model.run_eval(x=x, everywhere=True)
         with torch.no_grad():
-            torch.testing.assert_close(output, whole(batch["x"]))
-    return [str(asked.value)]
+            torch.testing.assert_close(output, whole(x))
 
 
-@pytest.mark.parametrize("by_name", [False, True], ids=["number", "names"])
-@pytest.mark.parametrize("name", ["tokens", "classes"])
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.sweep)])
-def test_sequences_first_train_as_in_one_process(ranks: int, name: str, by_name: bool) -> None:
-    for (asked,) in run_ranks(ranks, train, ranks, name, by_name):
-        if name == "tokens":
-            assert "layers.0.self_attn, a MultiheadAttention, takes sequences first (batch_first=False)" in asked
-            assert f"x (12, 8), target (12, 8)) fit two readings: {TOKENS} rows of {ROWS} tokens" in asked
-        else:
-            assert "disagree on dimension 0, the batch: {'x': 12, 'target': 8}" in asked
-
-
-class Flat(Encoder):
-    """Returns (T * B, vocabulary), as the language model of torch's examples does, whose targets are (T * B,)."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x).flatten(0, 1)
-
-
-def train_flat(rank: int, ranks: int) -> str:
-    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=ranks)
-    torch.manual_seed(0)
-    module, x = Flat(), tokens()
-    target = x.roll(-1, 0).flatten()
-    common: dict[str, Any] = {"num_microbatches": 4, "transformer_layer_cls": nn.TransformerEncoderLayer}
-    with pytest.raises(ValueError, match="disagree on dimension 0, the batch") as told:
-        NxDPPModel(Flat(), **common, loss_fn=of_rows).run_train(x=x, target=target)
-    text = str(told.value)
-    # The remedy, word for word: the loss, the dimension and the shape.
-    names: dict[str, Any] = {"cross_entropy": nn.functional.cross_entropy, "x": x, "target": target}
-    loss_fn = eval(text[text.index("lambda output") : text.index(". Where x")], names)
-    assert "Give target.reshape(x.shape[:2]), and flatten it" in text
-    assert "NxDPPModel(..., batch_dimension=1)" in text
-    whole = Flat()
-    whole.load_state_dict(module.state_dict())
-    model = NxDPPModel(module, **common, loss_fn=loss_fn, batch_dimension=1, broadcast_and_average_loss=True)
-    loss = model.run_train(x=x, target=target.reshape(x.shape[:2]))
-    expected = of_rows(whole(x), target)
-    expected.backward()
-    torch.testing.assert_close(loss, expected.detach())
-    own = dict(whole.named_parameters())
-    for key, parameter in model.named_parameters():
-        torch.testing.assert_close(parameter.grad, own[key].grad)
-    return text
-
-
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.sweep)])
-def test_the_remedy_for_flat_targets_trains_as_in_one_process(ranks: int) -> None:
-    for text in run_ranks(ranks, train_flat, ranks):
-        assert text.index("target.reshape") < text.index("shared_inputs")
-
-
-def _asked_once(rank: int) -> None:
-    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
-    torch.manual_seed(0)
-    layer = nn.TransformerEncoderLayer
-    common: dict[str, Any] = {"num_microbatches": 2, "transformer_layer_cls": layer, "loss_fn": of_tokens}
-    x = tokens()
-    # What the message advises: the model transposes itself.
-    model = NxDPPModel(Encoder(), **common, batch_dimension=0)
-    model.run_train(x=x, target=x)
-    # Nothing asks where no module takes sequences first, nor for one microbatch.
-    model = NxDPPModel(Encoder(batch_first=True), **common)
-    model.run_train(x=x, target=x)
-    model = NxDPPModel(Encoder(), **common | {"num_microbatches": 1})
-    model.run_train(x=x, target=x)
-    for wrong, text in (
-        (-1, "must be a dimension of all inputs"),
-        (True, "must be a dimension of all inputs"),
-        ({"y": 1}, "batch_dimension"),
-    ):
-        with pytest.raises(ValueError, match=text):
-            NxDPPModel(Encoder(), **common, batch_dimension=wrong)
-    with pytest.raises(ValueError, match="exclude each other"):
-        NxDPPModel(Encoder(), **common, batch_dimension=1, split_inputs_fn=lambda inputs, number: [inputs] * number)
-
-
-def test_it_is_a_question_once() -> None:
-    run_ranks(2, _asked_once)
+def test_sequences_first_train_as_in_one_process() -> None:
+    run_ranks(2, train)
 
 
 def test_values_of_a_dict_are_split_along_dimensions_by_their_names() -> None:

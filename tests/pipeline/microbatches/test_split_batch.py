@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import nn
 
-from nxdpp import NxDPPModel
+from nxdpp import NxDPPModel, parallel_state
 from nxdpp.pipeline.config import PipelineConfig
 from nxdpp.pipeline.microbatches.split_batch import split_batch
-from tests.support.models import llama
+from tests.support.models import gradient_differences
 from tests.support.run_ranks import run_ranks
 
 CPU = torch.device("cpu")
@@ -59,7 +59,7 @@ class Masked(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.embedding = nn.Embedding(8, 4)
-        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
 
     def forward(self, ids: torch.Tensor, mask: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         hidden = self.embedding(ids)
@@ -70,66 +70,39 @@ class Masked(nn.Module):
         return loss
 
 
-def masked_batch() -> dict[str, torch.Tensor]:
-    """A batch of 4 rows of 4 tokens, of which each is a microbatch."""
+@pytest.mark.usefixtures("one_rank")
+def test_as_many_rows_as_tokens_are_a_question_and_each_answer_is_exact() -> None:
+    """Each of 4 rows of 4 tokens is a microbatch."""
     torch.manual_seed(1)
-    return {"ids": torch.randint(0, 8, (4, 4)), "mask": torch.randn(4, 4), "weight": torch.rand(4)}
+    ids, mask, weight = torch.randint(0, 8, (4, 4)), torch.randn(4, 4), torch.rand(4)
+    inputs = {"ids": ids, "mask": mask, "weight": weight}
+    with pytest.raises(ValueError, match="4 rows of 4 tokens, so that mask, weight may have a part for each row"):
+        NxDPPModel(Masked(), "Linear", num_microbatches=4).run_train(**inputs)
+    whole = Masked()
+    parts = list(zip(ids.chunk(4), mask.chunk(4), weight.chunk(4), strict=True))
+    shared = torch.stack([whole(row, mask, weight) for row, *_ in parts]).mean()
+    split = torch.stack([whole(*part) for part in parts]).mean()
+    assert not torch.equal(shared, split)
+    for names, expected in ((["mask", "weight"], shared), ([], split)):
+        model = NxDPPModel(Masked(), "Linear", num_microbatches=4, shared_inputs=names)
+        torch.testing.assert_close(model.run_train(**inputs), expected.detach())
 
 
-def _train_masked() -> tuple[str, list[float]]:
-    """Return the question for inputs that may be shared, and the losses with each answer."""
-    with pytest.raises(ValueError, match="may have a part for each row") as caught:
-        NxDPPModel(Masked(), "Linear", num_microbatches=4).run_train(**masked_batch())
-    losses = []
-    for shared in (["mask", "weight"], []):
-        model = NxDPPModel(
-            Masked(), "Linear", num_microbatches=4, broadcast_and_average_loss=True, shared_inputs=shared
-        )
-        for _ in range(2):
-            loss = model.run_train(**masked_batch())
-            losses.append(loss.item())
-    return str(caught.value), losses
-
-
-def _train(rank: int) -> tuple[float, dict[str, Any], tuple[str, list[float]]]:
-    from nxdpp import parallel_state
-
-    torch.distributed.init_process_group()
+def train(rank: int) -> None:
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
-    masked = _train_masked()
-    model = NxDPPModel(
-        Packed(), "Linear", num_microbatches=2, split_inputs_fn=by_sequences, broadcast_and_average_loss=True
-    )
+    model = NxDPPModel(Packed(), "Linear", num_microbatches=2, split_inputs_fn=by_sequences)
     loss = model.run_train(**batch())
-    torch.distributed.barrier()
-    assert isinstance(loss, torch.Tensor)
-    return loss.item(), {name: p.grad for name, p in model.local_named_parameters()}, masked
-
-
-def test_microbatches_of_a_function_and_with_shared_inputs_are_exact() -> None:
     whole = Packed()
     losses = []
     for part in by_sequences(batch(), 2):
-        loss = whole(**part)
-        (loss / 2).backward()
-        losses.append(loss.detach())
+        losses.append(whole(**part))
+        (losses[-1] / 2).backward()
+    assert loss is None or (isinstance(loss, torch.Tensor) and torch.equal(loss, torch.stack(losses).mean()))
+    assert gradient_differences(model, whole) == {}
 
-    results = run_ranks(2, _train)
 
-    assert results[0][0] == torch.stack(losses).mean().item()
-    gradients = results[0][1] | results[1][1]
-    assert gradients.keys() == dict(whole.named_parameters()).keys()
-    assert all(torch.equal(gradients[name], p.grad) for name, p in whole.named_parameters() if p.grad is not None)
-    # One microbatch is one row of 4 tokens.
-    rows, masked, given = masked_batch()["ids"].chunk(4), Masked(), masked_batch()
-    shared = torch.stack([masked(row, given["mask"], given["weight"]) for row in rows]).mean().item()
-    parts = zip(rows, given["mask"].chunk(4), given["weight"].chunk(4), strict=True)
-    split = torch.stack([masked(*part) for part in parts]).mean().item()
-    for *_, (question, losses) in results:
-        assert "4 rows of 4 tokens, so that mask, weight may" in question
-        assert "shared_inputs=['mask', 'weight']) gives them whole to each of the 4 microbatches" in question
-        assert losses == [shared] * 2 + [split] * 2
-    assert shared != split
+def test_microbatches_of_a_function_are_exact() -> None:
+    run_ranks(2, train)
 
 
 def test_inputs_of_other_first_dimensions_name_the_remedy() -> None:
@@ -161,14 +134,5 @@ def test_shared_inputs_that_cannot_be_are_refused() -> None:
         check(shared_inputs=["sequence"], split_inputs_fn=by_sequences)
     with pytest.raises(TypeError, match=r"shared_inputs=\['sequence'\]"):
         check(shared_inputs="sequence")
-
-
-def test_a_transformers_model_has_a_part_for_each_row() -> None:
-    inputs = {"input_ids": torch.ones(4, 4).long(), "attention_mask": torch.ones(4, 4).bool(), "labels": torch.ones(4)}
-    parts, _ = split_batch(llama(1), inputs, 2, None, CPU)
-    assert [tuple(part["attention_mask"].shape) for part in parts] == [(2, 4), (2, 4)]
-
-
-def test_a_value_that_is_no_function_is_refused() -> None:
     with pytest.raises(TypeError, match="split_inputs_fn='rows' must be a function"):
-        PipelineConfig(Packed(), "Linear", split_inputs_fn="rows").check()  # type: ignore[arg-type]
+        check(split_inputs_fn="rows")

@@ -1,6 +1,6 @@
 """A training script that catches the errors of its steps; run by test_caught_failures.
 
-Usage: caught_program.py PIPELINE_RANKS WHERE RANK, where RANK fails in step 2: in a ``layer``, for its ``inputs``, and
+Usage: caught_program.py WHERE RANK, on 2 ranks, where RANK fails in step 2: in a ``layer``, for its ``inputs``, and
 ``leaves`` then, or is interrupted in a layer and makes a ``restart`` of its own.
 """
 
@@ -9,9 +9,9 @@ import sys
 import torch
 from torch import nn
 
-from nxdpp import NxDPPModel, parallel_state
+from nxdpp import parallel_state
+from tests.pipeline.runtime.scheduled_models import Chain, make, rows, wrap
 from tests.pipeline.whole.breaking import say_that_it_fails
-from tests.support.models import make, padded_batch
 
 STEPS = 5
 FAILING = 2
@@ -31,19 +31,19 @@ class Breaking:
             raise self.error("the layer broke")
 
 
-def main(ranks: int, where: str, failing_rank: int) -> None:
-    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=ranks)
-    wrapped = NxDPPModel(make("llama"), num_microbatches=4)
+def main(where: str, failing_rank: int) -> None:
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
+    wrapped = wrap(make(Chain, 2), 4)
     rank = torch.distributed.get_rank()
     if rank == failing_rank and where in ("layer", "restart"):
-        layers = [m for name, m in wrapped.local_named_modules() if name.rpartition(".")[2].isdigit()]
-        layers[0].register_forward_hook(Breaking(ArithmeticError if where == "layer" else KeyboardInterrupt))
+        layer = dict(wrapped.local_named_modules())[wrapped.stage_layers[0]]
+        layer.register_forward_hook(Breaking(ArithmeticError if where == "layer" else KeyboardInterrupt))
     for step in range(1, STEPS + 1):
         breaks = rank == failing_rank and where in ("inputs", "leaves") and step == FAILING
         if breaks:
             say_that_it_fails()
         try:
-            wrapped.run_train(**padded_batch(6 if breaks else 8))
+            wrapped.run_train(x=rows(6 if breaks else 8))
             print(f"rank {rank} has run step {step}", flush=True)
         except Exception as error:
             print(f"rank {rank} caught in step {step}: {error!r}", flush=True)
@@ -51,8 +51,8 @@ def main(ranks: int, where: str, failing_rank: int) -> None:
                 break
         except KeyboardInterrupt:
             parallel_state.destroy_model_parallel()
-            parallel_state.initialize_model_parallel(pipeline_model_parallel_size=ranks)
+            parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
     print(f"rank {rank} is done", flush=True)
 
 
-main(int(sys.argv[1]), sys.argv[2], int(sys.argv[3]))
+main(sys.argv[1], int(sys.argv[2]))

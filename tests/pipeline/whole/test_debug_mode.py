@@ -24,16 +24,8 @@ def build(name: str) -> Any:
     if name in MODELS:
         return make(name)
     torch.manual_seed(1234)
-    sizes: dict[str, Any] = {
-        "vocab_size": 61,
-        "d_model": 32,
-        "d_kv": 8,
-        "d_ff": 48,
-        "num_layers": 3,
-        "num_heads": 4,
-        "decoder_start_token_id": 0,
-    }
-    return T5ForConditionalGeneration(T5Config(**sizes))
+    sizes: dict[str, Any] = {"vocab_size": 61, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 3, "num_heads": 4}
+    return T5ForConditionalGeneration(T5Config(**sizes, decoder_start_token_id=0))
 
 
 def describe(name: str, on_meta: bool, virtual_pipeline_size: int) -> dict[str, Any]:
@@ -53,32 +45,35 @@ def describe(name: str, on_meta: bool, virtual_pipeline_size: int) -> dict[str, 
     }
 
 
-def on_a_real_rank(rank: int, world_size: int, name: str, virtual_pipeline_size: int) -> dict[str, Any]:
-    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=world_size)
-    return describe(name, False, virtual_pipeline_size)
+CASES = (("llama", 1), ("tied_llama", 1), ("t5", 2))
+"""Model, and stages on each rank."""
 
 
-@pytest.mark.parametrize(
-    ("name", "ranks", "virtual_pipeline_size"),
-    [
-        pytest.param("llama", 2, 1, marks=pytest.mark.sweep),
-        ("llama", 2, 2),
-        ("llama", 4, 1),
-        pytest.param("tied_llama", 2, 1, marks=pytest.mark.sweep),
-        ("tied_llama", 4, 1),
-        pytest.param("t5", 2, 1, marks=pytest.mark.sweep),
-        ("t5", 2, 2),
-        pytest.param("t5", 4, 1, marks=pytest.mark.sweep),
-    ],
-)
-def test_each_debug_rank_holds_the_part_of_the_real_rank(name: str, ranks: int, virtual_pipeline_size: int) -> None:
-    real = run_ranks(ranks, on_a_real_rank, ranks, name, virtual_pipeline_size)
-    assert bool(real[0]["ties"]) == (name != "llama")
-    for on_meta in (False, True):
-        for rank in range(ranks):
-            parallel_state.initialize_debug(pipeline_model_parallel_rank=rank, pipeline_model_parallel_size=ranks)
-            assert describe(name, on_meta, virtual_pipeline_size) == real[rank]
-            parallel_state.destroy_model_parallel()
+def materialise(name: str) -> dict[str, torch.Tensor]:
+    with torch.device("meta"):
+        wrapped = NxDPPModel(make(name), num_microbatches=4)
+    torch.manual_seed(3)
+    wrapped.materialise()
+    return {**dict(wrapped.local_named_parameters()), **dict(wrapped.local_named_buffers())}
+
+
+def on_a_real_rank(rank: int) -> tuple[list[dict[str, Any]], dict[str, torch.Tensor]]:
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
+    return [describe(name, False, chunks) for name, chunks in CASES], materialise("tied_llama")
+
+
+def test_each_debug_rank_holds_the_part_and_the_initial_values_of_the_real_rank() -> None:
+    ranks = run_ranks(2, on_a_real_rank)
+    assert [bool(part["ties"]) for part in ranks[0][0]] == [False, True, True]
+    for rank, (parts, values) in enumerate(ranks):
+        parallel_state.initialize_debug(pipeline_model_parallel_rank=rank, pipeline_model_parallel_size=2)
+        for (name, chunks), part in zip(CASES, parts, strict=True):
+            for on_meta in (False, True):
+                assert describe(name, on_meta, chunks) == part
+        ours = materialise("tied_llama")
+        assert list(ours) == list(values)
+        assert all(torch.equal(value, values[key]) for key, value in ours.items())
+        parallel_state.destroy_model_parallel()
     assert not dist.is_initialized()
 
 
@@ -99,37 +94,6 @@ def test_a_model_is_refused_after_another_rank_freed_its_values() -> None:
     assert not model.model.embed_tokens.weight.is_meta
 
 
-def test_values_are_kept_moved_and_loaded() -> None:
-    whole = make("llama").state_dict()
-    wrapped = wrap()
-    wrapped.move_model_to_device()
-    state = wrapped.local_state_dict()
-    assert state
-    assert all(torch.equal(value, whole[name]) for name, value in state.items())
-    wrapped.load_local_state_dict({name: torch.zeros_like(value) for name, value in state.items()})
-    assert not any(parameter.any() for parameter in wrapped.local_parameters())
-
-
-def materialise(rank: int, name: str) -> dict[str, torch.Tensor]:
-    if not parallel_state.model_parallel_is_initialized():
-        parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
-    with torch.device("meta"):
-        wrapped = NxDPPModel(make(name), num_microbatches=4)
-    torch.manual_seed(3)
-    wrapped.materialise()
-    return {**dict(wrapped.local_named_parameters()), **dict(wrapped.local_named_buffers())}
-
-
-@pytest.mark.parametrize("name", ["llama", "tied_llama"])
-def test_initial_weights_are_those_of_the_real_rank(name: str) -> None:
-    for rank, real in enumerate(run_ranks(2, materialise, name)):
-        parallel_state.initialize_debug(pipeline_model_parallel_rank=rank, pipeline_model_parallel_size=2)
-        values = materialise(rank, name)
-        parallel_state.destroy_model_parallel()
-        assert list(values) == list(real)
-        assert all(torch.equal(value, real[key]) for key, value in values.items())
-
-
 def test_a_checkpoint_is_read_but_not_written(tmp_path: Path) -> None:
     whole = make("llama")
     whole.save_pretrained(tmp_path / "read")
@@ -144,22 +108,15 @@ def test_a_checkpoint_is_read_but_not_written(tmp_path: Path) -> None:
     assert not (tmp_path / "written").exists()
 
 
-@pytest.mark.parametrize(("method", "step"), [("run_train", "a training step"), ("run_eval", "an evaluation")])
-def test_steps_are_refused(method: str, step: str) -> None:
-    wrapped = wrap()
-    with pytest.raises(RuntimeError, match=rf"^{step} needs the processes.*debug mode.*rank 1 of 2.*torchrun"):
-        getattr(wrapped, method)(**padded_batch(4))
-
-
-def test_a_profiled_partition_is_refused() -> None:
-    batch = padded_batch(1)
-    with pytest.raises(RuntimeError, match=r'^partition="profiled" needs the processes.*debug mode'):
-        wrap(partition="profiled", partition_batch=batch)
+def test_what_needs_other_processes_is_refused(tmp_path: Path) -> None:
+    wrapped, batch = wrap(), padded_batch(4)
+    for method, step in ((wrapped.run_train, "a training step"), (wrapped.run_eval, "an evaluation")):
+        with pytest.raises(RuntimeError, match=rf"^{step} needs the processes.*debug mode.*rank 1 of 2.*torchrun"):
+            method(**batch)
     parallel_state.destroy_model_parallel()
-    assert len(wrap(partition="balanced", partition_batch=batch).pipeline_cuts) == 1
-
-
-def test_a_timeline_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match=r'^partition="profiled" needs the processes.*debug mode'):
+        wrap(partition="profiled", partition_batch=padded_batch(1))
+    parallel_state.destroy_model_parallel()
     with pytest.raises(RuntimeError, match=r"^trace_file_path needs the processes.*debug mode"):
         wrap(trace_file_path=str(tmp_path / "trace.json"))
     assert not list(tmp_path.iterdir())

@@ -1,9 +1,5 @@
 """Loss and gradients of the mean over all labels, over real processes, against one process on the whole batch."""
 
-import copy
-import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -13,6 +9,7 @@ from transformers import MixtralForCausalLM
 
 from nxdpp import NxDPPModel, parallel_state
 from nxdpp.schedules.families.registry import FAMILIES
+from tests.support.kept_messages import KeptMessages
 from tests.support.models import gradient_differences, make, microbatches, reference
 from tests.support.run_ranks import run_ranks
 from tests.support.uneven_labels import ONE_EMPTY, UNEVEN, MeanLayer, count_labels, mean_model, uneven_batch
@@ -44,39 +41,35 @@ def check_near(wrapped: NxDPPModel, whole: nn.Module, loss: Any, expected: torch
     assert all(distance is not None and distance < NEAR for distance in differences.values()), (case, differences)
 
 
-@contextmanager
-def caught_warnings() -> Iterator[list[str]]:
-    messages: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("nxdpp").addHandler(handler)
-    yield messages
-    logging.getLogger("nxdpp").removeHandler(handler)
-
-
-def every_schedule(rank: int) -> None:
-    start()
-    models: dict[Any, Any] = {}
+def every_schedule() -> None:
     for name, family in FAMILIES.items():
         layers = 2 * family.default_chunks
-        for kind in ("llama", "mean") if name in ("1f1b", "interleaved", "zb-v") else ("mean",):
-            for kept in (UNEVEN, ONE_EMPTY) if name == "1f1b" else (ONE_EMPTY,):
-                batch = uneven_batch(kept)
-                if (kind, layers) not in models:
-                    models[kind, layers] = make("llama", layers=layers) if kind == "llama" else mean_model(layers)
-                whole = reference(models[kind, layers])
-                wrapped = tokens(copy.deepcopy(models[kind, layers]), schedule=name)
-                expected = whole(**batch)["loss"]
-                expected.backward()
-                if name in ("1f1b", "interleaved", "zb-v"):
-                    evaluated = wrapped.run_eval(**batch)
-                    assert isinstance(evaluated, torch.Tensor)
-                    assert abs(evaluated.item() / expected.item() - 1) < NEAR
-                check_near(wrapped, whole, wrapped.run_train(**batch), expected, (name, kind, kept))
+        for kind in ("llama", "mean") if name in ("1f1b", "zb-v") else ("mean",):
+            batch = uneven_batch(UNEVEN if kind == "llama" else ONE_EMPTY)
+            model = make("llama", layers=layers) if kind == "llama" else mean_model(layers)
+            whole = reference(model)
+            wrapped = tokens(model, schedule=name)
+            expected = whole(**batch)["loss"]
+            expected.backward()
+            if name in ("1f1b", "zb-v"):
+                evaluated = wrapped.run_eval(**batch)
+                assert isinstance(evaluated, torch.Tensor)
+                assert abs(evaluated.item() / expected.item() - 1) < NEAR
+            check_near(wrapped, whole, wrapped.run_train(**batch), expected, (name, kind))
+
+
+def on_two_ranks(rank: int) -> None:
+    start()
+    every_schedule()
+    refuse()
+    give()
+    route()
+    split()
 
 
 def test_every_schedule_has_the_mean_over_all_labels_of_the_batch() -> None:
-    run_ranks(2, every_schedule)
+    """Also: empty microbatches are refused or counted, and a number that the user gives is not divided again."""
+    run_ranks(2, on_two_ranks)
 
 
 def replicate(rank: int) -> None:
@@ -86,7 +79,7 @@ def replicate(rank: int) -> None:
     for kept in ((31, 20, 17, 31, 10, 4, 0, 1), (31, 20, 0, 4, 0, 0, 0, 0)):
         batch = uneven_batch(kept)
         own = {name: value.chunk(2)[replica] for name, value in batch.items()}
-        for model in (make("llama", layers=4), mean_model(4)):
+        for model in (make("llama", layers=2), mean_model(2)):
             whole = reference(model)
             wrapped = tokens(model, schedule="zb1p")
             expected = whole(**batch)["loss"]
@@ -94,9 +87,9 @@ def replicate(rank: int) -> None:
             check_near(wrapped, whole, wrapped.run_train(**own), expected, kept)
             # A replica without items has gradients of zero, and is no surprise in a later step.
             later = uneven_batch((31, 20, 0, 4, 0, 0, 0, 0), seed=1)
-            with caught_warnings() as warnings:
-                wrapped.run_train(**{name: value.chunk(2)[replica] for name, value in later.items()})
-            assert warnings == []
+            kept = KeptMessages()
+            wrapped.run_train(**{name: value.chunk(2)[replica] for name, value in later.items()})
+            assert kept.texts == []
     # The user counts the items of both replicas.
     model = make("llama", layers=2)
     whole = reference(model)
@@ -123,9 +116,8 @@ def test_replicas_share_the_mean() -> None:
     run_ranks(4, replicate)
 
 
-def refuse(rank: int) -> None:
-    start()
-    for model in (make("llama", layers=2), make("bert", layers=2), mean_model(2)):
+def refuse() -> None:
+    for model in (make("bert", layers=2), mean_model(2)):
         whole = reference(model)
         wrapped = wrap(model)
         empty, full = uneven_batch(ONE_EMPTY), uneven_batch(UNEVEN)
@@ -144,31 +136,20 @@ def refuse(rank: int) -> None:
         assert all(distance is not None and distance < NEAR for distance in differences.values()), differences
 
 
-def test_a_microbatch_without_labels_is_refused_before_anything_is_sent() -> None:
-    run_ranks(2, refuse)
-
-
-def give(rank: int) -> None:
-    start()
-    for count, kept in ((4, ONE_EMPTY), (3, (31, 20, 4))):
-        for items in (63, torch.tensor(63)):
-            batch = uneven_batch(kept)
-            for rule in ("microbatch", "tokens"):
-                model = make("llama", layers=2)
-                whole = reference(model)
-                wrapped = wrap(model, num_microbatches=count, loss_normalization=rule)
-                loss = wrapped.run_train(**batch, num_items_in_batch=items)
-                losses = []
-                for part in microbatches(batch, count):
-                    losses.append(whole(**part, num_items_in_batch=items).loss)
-                    losses[-1].backward()
-                assert isinstance(loss, torch.Tensor)
-                assert abs(loss.item() / sum(each.item() for each in losses) - 1) < NEAR
-                assert gradient_differences(wrapped, whole) == {}, "bit for bit: it is not divided again"
-
-
-def test_a_number_of_items_given_by_the_user_is_not_divided_again() -> None:
-    run_ranks(2, give)
+def give() -> None:
+    batch = uneven_batch((31, 20, 4))
+    for items, rule in ((63, "microbatch"), (torch.tensor(63), "tokens")):
+        model = make("llama", layers=2)
+        whole = reference(model)
+        wrapped = wrap(model, num_microbatches=3, loss_normalization=rule)
+        loss = wrapped.run_train(**batch, num_items_in_batch=items)
+        losses = []
+        for part in microbatches(batch, 3):
+            losses.append(whole(**part, num_items_in_batch=items).loss)
+            losses[-1].backward()
+        assert isinstance(loss, torch.Tensor)
+        assert abs(loss.item() / sum(each.item() for each in losses) - 1) < NEAR
+        assert gradient_differences(wrapped, whole) == {}, "bit for bit: it is not divided again"
 
 
 def routed(layers: int = 2) -> MixtralForCausalLM:
@@ -179,8 +160,7 @@ def routed(layers: int = 2) -> MixtralForCausalLM:
     return model
 
 
-def route(rank: int) -> None:
-    start()
+def route() -> None:
     batch = uneven_batch(UNEVEN)
     items = sum(2 * kept for kept in UNEVEN)
     whole = routed()
@@ -196,12 +176,7 @@ def route(rank: int) -> None:
         check_near(wrapped, whole, loss, expected, rule)
 
 
-def test_losses_of_routers_are_a_mean_over_microbatches_and_a_sum_with_a_given_number() -> None:
-    run_ranks(2, route)
-
-
-def split(rank: int) -> None:
-    start()
+def split() -> None:
 
     def deal(inputs: dict[str, Any], count: int) -> list[dict[str, Any]]:
         rows = [slice(number, None, count) for number in range(count)]
@@ -225,7 +200,3 @@ def split(rank: int) -> None:
     if isinstance(listed, list):
         check_near(wrapped, whole, torch.stack(listed).mean(), expected, "listed")
         assert listed[1] == 0
-
-
-def test_a_function_that_splits_the_batch_and_the_check_against_the_module() -> None:
-    run_ranks(2, split)

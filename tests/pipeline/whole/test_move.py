@@ -1,6 +1,6 @@
 """Moves: local tensors change device, copies of a tied weight are equal, unmoved parameters stay the same."""
 
-import time
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -24,80 +24,56 @@ def several_ties() -> SeveralTies:
     return model
 
 
-def make_equal(rank: int, dtype: torch.dtype, transposed: bool) -> None:
+def make_equal(rank: int) -> None:
+    """Copies get the values of the first owner, in bfloat16 and with other strides on one rank too."""
     start(3)
-    model = several_ties().to(dtype)
-    wrapped = NxDPPModel(model, transformer_layer_cls=Layer)
     names = ["near.weight", "far.weight", "shared.weight", "near_twin.weight", "far_twin.weight"]
-    with torch.no_grad():
-        for name, parameter in wrapped.local_named_parameters():
-            if transposed and name in names and rank == 1:
-                parameter.data = parameter.data.t().contiguous().t()
-            # One copy keeps its values.
-            if name != "near_twin.weight":
-                parameter.add_(rank)
-    before = dict(wrapped.local_named_parameters())
-    kept = {name: parameter.detach().clone() for name, parameter in before.items()}
-    wrapped.move_model_to_device()
-    first = several_ties().to(dtype).state_dict()
-    for name, parameter in wrapped.local_named_parameters():
-        assert parameter is before[name]
-        expected = first[name] if name in names else kept[name]
-        assert torch.equal(parameter, expected)
-        assert parameter.requires_grad
-
-
-@pytest.mark.parametrize("transposed", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_copies_get_the_values_of_the_first_owner(dtype: torch.dtype, transposed: bool) -> None:
-    run_ranks(3, make_equal, dtype, transposed)
-
-
-def large_copies(rank: int) -> None:
-    start(2)
-    wrapped = NxDPPModel(make("tied_llama"))
-    equal_copies._PIECE_BYTES = 1000
-    if rank == 1:
+    for dtype, transposed in ((torch.float32, False), (torch.bfloat16, True)):
+        wrapped = NxDPPModel(several_ties().to(dtype), transformer_layer_cls=Layer)
         with torch.no_grad():
-            wrapped.local_module.get_parameter("lm_head.weight").zero_()
-    wrapped.move_model_to_device()
-    name = "model.embed_tokens.weight" if rank == 0 else "lm_head.weight"
-    expected = make("tied_llama").state_dict()
-    assert torch.equal(wrapped.local_module.get_parameter(name), expected[name])
+            for name, parameter in wrapped.local_named_parameters():
+                if transposed and name in names and rank == 1:
+                    parameter.data = parameter.data.t().contiguous().t()
+                # One copy keeps its values.
+                if name != "near_twin.weight":
+                    parameter.add_(rank)
+        before = dict(wrapped.local_named_parameters())
+        kept = {name: parameter.detach().clone() for name, parameter in before.items()}
+        with patch.object(equal_copies, "_PIECE_BYTES", 1000 if transposed else 20):
+            wrapped.move_model_to_device()
+        first = several_ties().to(dtype).state_dict()
+        for name, parameter in wrapped.local_named_parameters():
+            assert parameter is before[name]
+            assert torch.equal(parameter, first[name] if name in names else kept[name])
+            assert parameter.requires_grad
 
 
-def test_large_copy_is_sent_in_pieces() -> None:
-    run_ranks(2, large_copies)
+def test_copies_get_the_values_of_the_first_owner() -> None:
+    run_ranks(3, make_equal)
 
 
-def move_three_times(rank: int) -> None:
-    start(2)
+def move_three_times() -> None:
     model = make("tied_llama")
     for parameter in model.parameters():
         parameter.tensor_model_parallel = True
     wrapped = NxDPPModel(model, num_microbatches=2)
-    optimizer = torch.optim.AdamW(wrapped.local_parameters())
     wrapped.run_train(**padded_batch(4))
     before = dict(wrapped.local_named_parameters())
     values = {name: parameter.detach().clone() for name, parameter in before.items()}
     gradients = {name: parameter.grad for name, parameter in before.items()}
     for device in (None, "cpu", torch.device("cpu")):
         wrapped.move_model_to_device(device)
+    for device, message in [("cuda:77", "no device 'cuda:77'"), ("near", "no device 'near'"), ("meta", "no memory")]:
+        with pytest.raises(ValueError, match=message):
+            wrapped.move_model_to_device(device)
     for name, parameter in wrapped.local_named_parameters():
         assert parameter is before[name]
         assert parameter.grad is gradients[name]
         assert parameter.tensor_model_parallel  # type: ignore[attr-defined]
         assert torch.equal(parameter, values[name])
-    optimizer.step()
-    wrapped.run_train(**padded_batch(4))
-
-
-def test_move_to_the_same_device_changes_nothing() -> None:
-    run_ranks(2, move_three_times)
 
 
 def cast_one_copy(rank: int) -> None:
-    start(2)
     wrapped = NxDPPModel(make("tied_llama"))
     if rank == 1:
         wrapped.local_module.get_submodule("lm_head").to(torch.bfloat16)
@@ -109,45 +85,7 @@ def cast_one_copy(rank: int) -> None:
         wrapped.move_model_to_device()
 
 
-def test_copies_of_different_dtypes_are_refused_on_all_ranks() -> None:
-    run_ranks(2, cast_one_copy)
-
-
-def refuse_devices(rank: int) -> None:
-    start(2)
-    wrapped = NxDPPModel(make("tied_llama"))
-    before = dict(wrapped.local_named_parameters())
-    for device, message in [("cuda:77", "no device 'cuda:77'"), ("near", "no device 'near'"), ("meta", "no memory")]:
-        with pytest.raises(ValueError, match=message):
-            wrapped.move_model_to_device(device)
-    assert all(p is before[name] and not p.is_meta for name, p in wrapped.local_named_parameters())
-
-
-def test_a_refused_device_changes_nothing() -> None:
-    run_ranks(2, refuse_devices)
-
-
-def other_seeds(rank: int, differs: bool) -> None:
-    start(1)
-    torch.manual_seed(rank if differs else 0)
-    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 1))
-    wrapped = NxDPPModel(model, transformer_layer_cls=nn.Linear)
-    if not differs:
-        wrapped.move_model_to_device()
-        return
-    with pytest.raises(
-        RuntimeError, match=r"data-parallel rank 1 .* has other parameters than .*\n.*values of 0.weight"
-    ):
-        wrapped.move_model_to_device()
-
-
-@pytest.mark.parametrize("differs", [False, True])
-def test_replicas_with_different_values_are_refused(differs: bool) -> None:
-    run_ranks(2, other_seeds, differs)
-
-
 def assign(rank: int) -> None:
-    start(2)
     model = make("tied_llama")
     for parameter in model.parameters():
         parameter.tensor_model_parallel = True
@@ -172,22 +110,6 @@ def assign(rank: int) -> None:
         torch.optim.SGD(before.values(), lr=0.1).step()
 
 
-def test_assign_refuses_an_optimizer_and_keeps_attributes() -> None:
-    run_ranks(2, assign)
-
-
-def assign_on_one_rank(rank: int) -> None:
-    start(1)
-    wrapped = NxDPPModel(make("tied_llama"))
-    wrapped.load_state_dict({name: value * 0.5 for name, value in wrapped.state_dict().items()}, assign=True)
-    tree = wrapped.local_module
-    assert tree.get_parameter("lm_head.weight") is tree.get_parameter("model.embed_tokens.weight")
-
-
-def test_assign_keeps_ties_of_one_rank() -> None:
-    run_ranks(1, assign_on_one_rank)
-
-
 class Noted(nn.Parameter):
     """A parameter class of a user."""
 
@@ -199,7 +121,6 @@ def freeze_norms(wrapped: NxDPPModel) -> None:
 
 
 def move_from_meta(rank: int) -> None:
-    start(2)
     torch.manual_seed(3)
     with torch.device("meta"):
         model = make("tied_llama")
@@ -230,18 +151,37 @@ def move_from_meta(rank: int) -> None:
     late.step()
 
 
-def test_move_from_the_meta_device() -> None:
-    run_ranks(2, move_from_meta)
+def other_seeds(rank: int) -> None:
+    """Replicas with the same values move; those with other ones are told so."""
+    for differs in (False, True):
+        torch.manual_seed(rank if differs else 0)
+        wrapped = NxDPPModel(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 1)), transformer_layer_cls=nn.Linear)
+        if differs:
+            words = r"data-parallel rank 1 .* has other parameters than .*\n.*values of 0.weight"
+            with pytest.raises(RuntimeError, match=words):
+                wrapped.move_model_to_device()
+        else:
+            wrapped.move_model_to_device()
 
 
-def move_one_wrongly(rank: int) -> None:
+def on_two_ranks(rank: int) -> None:
     start(2)
+    move_three_times()
+    cast_one_copy(rank)
+    assign(rank)
+    move_from_meta(rank)
+    parallel_state.destroy_model_parallel()
+    start(1)
+    other_seeds(rank)
+
+
+def test_moves_and_assigned_values_keep_parameters_and_name_optimizers() -> None:
+    run_ranks(2, on_two_ranks)
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_assign_keeps_ties_of_one_rank() -> None:
     wrapped = NxDPPModel(make("tied_llama"))
-    wrapped.move_model_to_device("near" if rank == 1 else None)
-
-
-def test_failing_rank_ends_the_others() -> None:
-    began = time.monotonic()
-    with pytest.raises(AssertionError, match="there is no device 'near' here"):
-        run_ranks(2, move_one_wrongly)
-    assert time.monotonic() - began < 20
+    wrapped.load_state_dict({name: value * 0.5 for name, value in wrapped.state_dict().items()}, assign=True)
+    tree = wrapped.local_module
+    assert tree.get_parameter("lm_head.weight") is tree.get_parameter("model.embed_tokens.weight")

@@ -1,10 +1,8 @@
-"""Layers hand on named tuples: of constructors that look at their tensors, as ``PackedSequence`` does, and torch's."""
+"""Layers hand on named tuples: ``PackedSequence``, whose constructor looks at its tensors, and results of torch."""
 
 import copy
-from enum import Flag
-from typing import Any, NamedTuple
+from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
@@ -16,29 +14,6 @@ from tests.support.run_ranks import run_ranks
 WIDTH = 4
 
 
-class _Fields(NamedTuple):
-    x: Tensor
-    y: Tensor
-
-
-class Pair(_Fields):
-    """Two tensors of one shape."""
-
-    def __new__(cls, x: Tensor, y: Tensor) -> "Pair":
-        if x.shape != y.shape:
-            raise ValueError("two shapes")
-        return super().__new__(cls, x, y)
-
-
-class PairLayer(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, pair: Pair) -> Pair:
-        return Pair(self.linear(pair.x), pair.y + pair.x)
-
-
 class Recurrent(nn.Module):
     """An LSTM over sentences of different lengths."""
 
@@ -48,25 +23,6 @@ class Recurrent(nn.Module):
 
     def forward(self, packed: PackedSequence) -> Any:
         return self.lstm(packed)[0]
-
-
-class OfPairs(nn.Module):
-    def __init__(self, layer: type[nn.Module] = PairLayer) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(layer() for _ in range(4))
-
-    def first(self, x: Tensor) -> Any:
-        return Pair(x, x)
-
-    def loss(self, value: Any) -> Tensor:
-        loss: Tensor = (value.x * value.y).mean()
-        return loss
-
-    def forward(self, x: Tensor) -> Tensor:
-        value = self.first(x)
-        for layer in self.layers:
-            value = layer(value)
-        return self.loss(value)
 
 
 class Packs(nn.Module):
@@ -81,38 +37,36 @@ class Unpacks(nn.Module):
         return pad_packed_sequence(packed, batch_first=True)[0]
 
 
-class OfSentences(OfPairs):
+class OfSentences(nn.Module):
     def __init__(self) -> None:
-        super().__init__(Recurrent)
+        super().__init__()
+        self.layers = nn.ModuleList(Recurrent() for _ in range(4))
         self.packs, self.unpacks = Packs(), Unpacks()
 
-    def first(self, x: Tensor) -> Any:
-        return self.packs(x)
-
-    def loss(self, value: Any) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
+        value = self.packs(x)
+        for layer in self.layers:
+            value = layer(value)
         loss: Tensor = self.unpacks(value).square().sum()
         return loss
 
 
-def train(rank: int, ranks: int) -> list[str]:
-    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=ranks)
+def train() -> list[str]:
+    torch.manual_seed(0)
+    module = OfSentences()
+    whole = copy.deepcopy(module)
+    x = torch.randn(4, 5, WIDTH)
+    leaves = [Packs, Unpacks]
+    wrapped = NxDPPModel(module, Recurrent, 2, leaf_module_cls=leaves, broadcast_and_average_loss=True)
     different: list[str] = []
-    for model, layer in ((OfPairs, PairLayer), (OfSentences, Recurrent)):
-        torch.manual_seed(0)
-        module = model()
-        whole = copy.deepcopy(module)
-        x = torch.randn(4, 5, WIDTH)
-        wrapped = NxDPPModel(
-            module, layer, 2, leaf_module_cls=[Packs, Unpacks], broadcast_and_average_loss=True, input_names=["x"]
-        )
-        for _ in range(2):
-            loss = wrapped.run_train(x=x)
-            losses = []
-            for part in x.chunk(2):
-                losses.append(whole(part))
-                (losses[-1] / 2).backward()
-            different += [] if torch.equal(loss, torch.stack(losses).mean()) else [f"loss of {model.__name__}"]
-            different += gradient_differences(wrapped, whole)
+    for _ in range(2):
+        loss = wrapped.run_train(x=x)
+        losses = []
+        for part in x.chunk(2):
+            losses.append(whole(part))
+            (losses[-1] / 2).backward()
+        different += [] if torch.equal(loss, torch.stack(losses).mean()) else ["loss"]
+        different += gradient_differences(wrapped, whole)
     return different
 
 
@@ -147,29 +101,7 @@ def of_results(output: Any, labels: Tensor) -> Tensor:
     return loss
 
 
-class Right(Flag):
-    READ = 1
-    WRITE = 2
-
-
-class Marks(nn.Module):
-    """Returns flags, which no other rank could make from their name; a module that is one node of the graph."""
-
-    def forward(self, x: Tensor) -> Any:
-        return x, Right.READ | Right.WRITE
-
-
-class Unsendable(OfResults):
-    def __init__(self) -> None:
-        super().__init__()
-        self.marks = Marks()
-
-    def forward(self, x: Tensor) -> Any:
-        return self.marks(super().forward(x)["best"].values)
-
-
-def train_results(rank: int, ranks: int, schedule: str) -> list[str]:
-    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=ranks)
+def train_results(schedule: str) -> list[str]:
     torch.manual_seed(0)
     whole, x = OfResults(), torch.randn(6, WIDTH, WIDTH)
     labels = torch.randn(6, WIDTH)
@@ -194,24 +126,10 @@ def train_results(rank: int, ranks: int, schedule: str) -> list[str]:
     return different
 
 
-@pytest.mark.parametrize(("ranks", "schedule"), [(2, "1f1b"), (2, "zb-v"), (4, "1f1b")])
-def test_results_of_torch_go_over_ranks(ranks: int, schedule: str) -> None:
-    assert run_ranks(ranks, train_results, ranks, schedule) == [[]] * ranks
-
-
-def evaluate_unsendable(rank: int) -> None:
+def train_all(rank: int) -> list[str]:
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
-    model = NxDPPModel(Unsendable(), Best, 2, leaf_module_cls=[Marks])
-    model.run_eval(x=torch.randn(6, WIDTH, WIDTH), everywhere=True)
+    return train() + train_results("1f1b") + train_results("zb-v")
 
 
-def test_the_sender_refuses_what_no_rank_could_make() -> None:
-    with pytest.raises(AssertionError, match="rank 1 failed with TypeError") as caught:
-        run_ranks(2, evaluate_unsendable)
-    assert "a Right cannot be sent to another stage" in str(caught.value)
-    assert "sent bytes that are no value" not in str(caught.value)
-
-
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.sweep)])
-def test_as_in_one_process(ranks: int) -> None:
-    assert run_ranks(ranks, train, ranks) == [[]] * ranks
+def test_as_in_one_process() -> None:
+    assert run_ranks(2, train_all) == [[], []]

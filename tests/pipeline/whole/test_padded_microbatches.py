@@ -29,14 +29,13 @@ def bart() -> PreTrainedModel:
 
 # Two decoder stages use the encoder's output, each several times: documented as equal to rounding.
 @pytest.mark.parametrize(("make", "near"), [(t5, 0.0), (bart, 1e-6)])
-@pytest.mark.parametrize("padded", [(1, 3), (0, 1)])
-def test_a_mask_that_some_microbatches_lack_is_exact(make: Any, near: float, padded: tuple[int, ...]) -> None:
+def test_a_mask_that_some_microbatches_lack_is_exact(make: Any, near: float) -> None:
     torch.manual_seed(0)
     model = make().train()
     whole = copy.deepcopy(model)
     batch = {"input_ids": torch.randint(3, 32, (4, 10)), "labels": torch.randint(3, 32, (4, 6))}
     batch["attention_mask"] = torch.ones(4, 10, dtype=torch.long)
-    batch["attention_mask"][list(padded), 7:] = 0
+    batch["attention_mask"][[1, 3], 7:] = 0
 
     pipeline = InProcessPipeline(model, STAGES)
 

@@ -13,12 +13,7 @@ from tests.support.plain_models import Base, Block
 
 FUNCTIONS: dict[str, Callable[[Any], Any]] = {
     "attention": lambda x: F.scaled_dot_product_attention(x[None], x[None], x[None], dropout_p=0.5)[0],
-    "leaky": lambda x: F.rrelu(x, training=True),
-    "gumbel": F.gumbel_softmax,
-    "pooling": lambda x: F.fractional_max_pool2d(x[None], 2, output_size=(2, 2))[0].repeat(2, 2),
     "a method": lambda x: torch.empty_like(x).random_(0, 5),
-    "integers": lambda x: torch.randint_like(x, 5),
-    "native": lambda x: torch.native_dropout(x, 0.5, True)[0],
     "a module made in forward": lambda x: nn.Dropout(0.5)(x),
 }
 

@@ -14,9 +14,6 @@ import nxdpp
 from nxdpp import NxDPPModel, parallel_state
 from tests.support.run_ranks import run_ranks
 
-LAYOUTS = [(2, 2), (4, 4), (4, 2)]
-"""Numbers of ranks and of stages."""
-
 
 class Encoder(nn.Module):
     """Layers that draw: dropout, and the noise of a VAE."""
@@ -53,94 +50,19 @@ def wrapped(stages: int, draws: bool = True, tensor: int = 1) -> Any:
     return NxDPPModel(Vae(draws), transformer_layer_cls=Encoder, num_microbatches=2, broadcast_and_average_loss=True)
 
 
-def shuffled(rank: int, stages: int, draws: bool) -> list[list[int]]:
-    """The order of rows in three epochs of a shuffled ``DataLoader`` without a generator of its own."""
-    model = wrapped(stages, draws)
+def loader() -> Any:
+    """A shuffled ``DataLoader`` without a generator of its own."""
     data = torch.randn(16, 8, generator=torch.Generator().manual_seed(1))
-    seen = []
-    for _ in range(3):
-        for rows, numbers in DataLoader(TensorDataset(data, torch.arange(16)), batch_size=4, shuffle=True):
-            model.run_train(rows=rows, target=rows)
-            seen.append(numbers.tolist())
-    return seen
+    return DataLoader(TensorDataset(data, torch.arange(16)), batch_size=4, shuffle=True)
 
 
-@pytest.mark.parametrize(("ranks", "stages"), LAYOUTS)
-def test_shuffled_rows_are_alike_on_all_ranks(ranks: int, stages: int) -> None:
-    first, *others = run_ranks(ranks, shuffled, stages, True)
-    assert all(seen == first for seen in others)
-    assert len({*map(tuple, first)}) == 12
+def noise() -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows and targets of a training by flow matching: noise, times and dropped labels drawn by the script."""
+    drawn, time, drop = torch.randn(4, 8), torch.rand(4, 1), torch.rand(4) < 0.5
+    return (1 - time) * drawn + time * torch.where(drop[:, None], 0.0, 1.0), drawn
 
 
-@pytest.mark.parametrize(("ranks", "stages"), LAYOUTS)
-def test_shuffled_rows_are_those_of_one_process_if_no_layer_draws(ranks: int, stages: int) -> None:
-    torch.manual_seed(0)
-    Vae(draws=False)
-    order = [
-        numbers.tolist()
-        for _ in range(3)
-        for (numbers,) in DataLoader(TensorDataset(torch.arange(16)), batch_size=4, shuffle=True)
-    ]
-    for seen in run_ranks(ranks, shuffled, stages, False):
-        assert seen == order
-
-
-def drawn_by_the_script(rank: int, stages: int, draws: bool) -> list[float]:
-    """Noise, times and dropped labels of a training by flow matching, all drawn by the script."""
-    model = wrapped(stages, draws)
-    drawn = []
-    for _ in range(4):
-        noise, time, drop = torch.randn(4, 8), torch.rand(4, 1), torch.rand(4) < 0.5
-        rows = (1 - time) * noise + time * torch.where(drop[:, None], 0.0, 1.0)
-        model.run_train(rows=rows, target=noise)
-        model.run_eval(rows=rows, target=noise)
-        drawn.append(float(rows.sum()))
-    return drawn
-
-
-@pytest.mark.parametrize(("ranks", "stages"), LAYOUTS)
-def test_noise_of_the_script_is_alike_on_all_ranks(ranks: int, stages: int) -> None:
-    first, *others = run_ranks(ranks, drawn_by_the_script, stages, True)
-    assert all(drawn == first for drawn in others)
-    assert len({*first}) == 4
-
-
-@pytest.mark.parametrize(("ranks", "stages"), LAYOUTS)
-def test_noise_of_the_script_is_that_of_one_process_if_no_layer_draws(ranks: int, stages: int) -> None:
-    torch.manual_seed(0)
-    Vae(draws=False)
-    expected = []
-    for _ in range(4):
-        noise, time, drop = torch.randn(4, 8), torch.rand(4, 1), torch.rand(4) < 0.5
-        expected.append(float(((1 - time) * noise + time * torch.where(drop[:, None], 0.0, 1.0)).sum()))
-    for drawn in run_ranks(ranks, drawn_by_the_script, stages, False):
-        assert drawn == expected
-
-
-def losses_of(rank: int, seeds: list[int]) -> list[list[float]]:
-    """Losses of three steps on the same rows after each seed, with an evaluation without draws among them."""
-    model = wrapped(2)
-    rows = torch.ones(4, 8)
-    losses: list[list[float]] = []
-    for seed in seeds:
-        torch.manual_seed(seed)
-        losses.append([])
-        for _ in range(3):
-            losses[-1].append(float(model.run_train(rows=rows, target=rows)))
-            if len(losses) > 1:
-                model.eval()
-                model.run_eval(rows=rows, target=rows)
-                model.train()
-    return losses
-
-
-def test_a_seed_gives_the_numbers_of_all_later_steps() -> None:
-    for first, again, other in run_ranks(2, losses_of, [1, 1, 2]):
-        assert first == again
-        assert len({*first, *other}) == 6
-
-
-def masks(rank: int) -> list[torch.Tensor]:
+def masks() -> list[torch.Tensor]:
     """The outputs of a dropout of ones in each microbatch, on this rank."""
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2, hang_timeout=60)
     torch.manual_seed(0)
@@ -159,10 +81,78 @@ def masks(rank: int) -> list[torch.Tensor]:
     return seen
 
 
-def test_stages_and_replicas_draw_other_masks() -> None:
-    drawn = [mask for seen in run_ranks(4, masks) for mask in seen]
-    assert len(drawn) == 8
-    assert not any(torch.equal(one, other) for one, other in itertools.combinations(drawn, 2))
+def scripts(rank: int) -> tuple[list[list[Any]], list[torch.Tensor]]:
+    """What scripts draw where layers draw too, and where no layer does: orders of rows, and sums of noise."""
+    found: list[list[Any]] = []
+    for draws in (True, False):
+        model = wrapped(2, draws)
+        found.append([])
+        for _ in range(2):
+            for rows, numbers in loader():
+                model.run_train(rows=rows, target=rows)
+                found[-1].append(numbers.tolist())
+        for _ in range(4):
+            rows, target = noise()
+            model.run_train(rows=rows, target=target)
+            model.run_eval(rows=rows, target=target)
+            found[-1].append(float(rows.sum()))
+        parallel_state.destroy_model_parallel()
+    return found, masks()
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_noise_of_the_script_is_alike_on_all_ranks(ranks: int) -> None:
+    torch.manual_seed(0)
+    Vae(draws=False)
+    expected = [numbers.tolist() for _ in range(2) for _, numbers in loader()]
+    expected += [float(noise()[0].sum()) for _ in range(4)]
+    results = run_ranks(ranks, scripts)
+    first, *others = (found for found, _ in results)
+    assert all(drawn == first for drawn in others)
+    drawn, without_draws = first
+    assert len({*map(str, drawn)}) == 12
+    assert without_draws == expected, "those of one process, where no layer draws"
+    # Stages and replicas draw other masks in each microbatch.
+    of_layers = [mask for _, masks_of_rank in results for mask in masks_of_rank]
+    assert len(of_layers) == 2 * ranks
+    assert not any(torch.equal(one, other) for one, other in itertools.combinations(of_layers, 2))
+
+
+def losses_of() -> list[list[float]]:
+    """Losses of three steps on the same rows after each seed, with an evaluation without draws among them."""
+    model = wrapped(2)
+    rows = torch.ones(4, 8)
+    losses: list[list[float]] = []
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        losses.append([])
+        for _ in range(3):
+            losses[-1].append(float(model.run_train(rows=rows, target=rows)))
+            if len(losses) > 1:
+                model.eval()
+                model.run_eval(rows=rows, target=rows)
+                model.train()
+    parallel_state.destroy_model_parallel()
+    return losses
+
+
+def on_two_ranks(rank: int) -> tuple[list[list[float]], list[float], list[list[float]]]:
+    model = later(2)
+    begun_later = [float(model.run_train(input=torch.ones(4, 8))) for _ in range(5)]
+    parallel_state.destroy_model_parallel()
+    one_replica = [drawing_in_one_replica(steps, evaluates) for steps in ([0, 1], [2]) for evaluates in (False, True)]
+    return losses_of(), begun_later, one_replica
+
+
+def test_a_seed_gives_all_later_numbers_and_generators_are_alike_on_all_ranks() -> None:
+    first, second = run_ranks(2, on_two_ranks)
+    for seeds, begun_later, one_replica in (first, second):
+        assert seeds[0] == seeds[1]
+        assert len({*seeds[0], *seeds[2]}) == 6
+        # Layers that begin to draw later have other numbers in each step.
+        assert len({*begun_later[2:]}) == 3
+        assert all(len({*drawn}) == 4 for drawn in one_replica)
+    assert first[2] == second[2]
 
 
 class OnImages(nn.Module):
@@ -176,12 +166,12 @@ class OnImages(nn.Module):
         return functional.dropout(self.inner(rows), 0.5) if rows.sum() > 0 else self.inner(rows)
 
 
-def drawing_in_one_replica(rank: int, stages: int, steps: list[int], evaluates: bool) -> list[float]:
+def drawing_in_one_replica(steps: list[int], evaluates: bool) -> list[float]:
     """Numbers of the script after each of four steps, in some of which the layers of the first replica alone draw."""
-    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=stages, hang_timeout=60)
+    parallel_state.initialize_model_parallel(hang_timeout=60)
     torch.manual_seed(0)
     model = NxDPPModel(
-        nn.Sequential(*(OnImages() for _ in range(stages))),
+        nn.Sequential(OnImages()),
         transformer_layer_cls=OnImages,
         loss_fn=lambda output: output.square().mean(),
         num_microbatches=2,
@@ -196,18 +186,8 @@ def drawing_in_one_replica(rank: int, stages: int, steps: list[int], evaluates: 
         elif is_drawing:
             model.run_eval(input=rows)
         drawn.append(float(torch.rand(())))
+    parallel_state.destroy_model_parallel()
     return drawn
-
-
-@pytest.mark.parametrize("evaluates", [False, True], ids=["training", "evaluation of one replica"])
-@pytest.mark.parametrize("steps", [[0, 1], [2]], ids=["at first", "later"])
-@pytest.mark.parametrize(("ranks", "stages"), [(2, 1), (4, 2)])
-def test_generators_are_alike_where_one_replica_draws(
-    ranks: int, stages: int, steps: list[int], evaluates: bool
-) -> None:
-    first, *others = run_ranks(ranks, drawing_in_one_replica, stages, steps, evaluates)
-    assert all(drawn == first for drawn in others)
-    assert len({*first}) == 4
 
 
 class Later(nn.Module):
@@ -223,7 +203,7 @@ class Later(nn.Module):
         return rows if next(self.number) < 2 else functional.dropout(rows, 0.5)
 
 
-def later(rank: int, stages: int) -> Any:
+def later(stages: int) -> Any:
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=stages, hang_timeout=60)
     torch.manual_seed(0)
     return NxDPPModel(
@@ -234,21 +214,9 @@ def later(rank: int, stages: int) -> Any:
     )
 
 
-def drawing_later(rank: int, stages: int) -> list[float]:
-    """Losses of steps on the same rows, in the first of which no layer draws."""
-    model = later(rank, stages)
-    return [float(model.run_train(input=torch.ones(4, 8))) for _ in range(5)]
-
-
-@pytest.mark.parametrize(("ranks", "stages"), LAYOUTS)
-def test_a_layer_that_begins_to_draw_later_has_other_numbers_in_each_step(ranks: int, stages: int) -> None:
-    for losses in run_ranks(ranks, drawing_later, stages):
-        assert len({*losses[2:]}) == 3
-
-
-def resuming(rank: int, stages: int, folder: Path, first: int, last: int) -> list[tuple[float, float]]:
+def resuming(rank: int, folder: Path, first: int, last: int) -> list[tuple[float, float]]:
     """Losses, and a number of the script after each step, of a training that is saved after its step 3 of 6."""
-    model = later(rank, stages)
+    model = later(2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     if first:
         for module in model.local_modules():
@@ -266,64 +234,33 @@ def resuming(rank: int, stages: int, folder: Path, first: int, last: int) -> lis
     return seen
 
 
-@pytest.mark.parametrize(("ranks", "stages"), LAYOUTS)
-def test_a_training_whose_layers_begin_to_draw_later_resumes_to_the_bit(
-    ranks: int, stages: int, tmp_path: Path
-) -> None:
-    whole = run_ranks(ranks, resuming, stages, tmp_path, 0, 6)
-    rest = run_ranks(ranks, resuming, stages, tmp_path, 3, 6)
+def test_a_training_whose_layers_begin_to_draw_later_resumes_to_the_bit(tmp_path: Path) -> None:
+    whole = run_ranks(2, resuming, tmp_path, 0, 6)
+    rest = run_ranks(2, resuming, tmp_path, 3, 6)
     assert [seen[3:] for seen in whole] == rest
     assert len({loss for loss, _ in whole[0]}) == 6
 
 
-def moves(rank: int) -> list[tuple[bool, bytes]]:
-    """The state of the program's generator after a step with draws and after one without, and whether it has moved."""
-    model = wrapped(1)
-    rows = torch.full((4, 8), float(rank))
-    found = []
-    for mode in (True, False):
-        model.train(mode)
-        before = torch.get_rng_state()
-        model.run_train(rows=rows, target=rows)
-        after = torch.get_rng_state()
-        found.append((not torch.equal(before, after), after.numpy().tobytes()))
-    return found
-
-
-def test_generators_of_replicas_move_alike_where_a_layer_draws() -> None:
-    first, second = run_ranks(2, moves)
-    assert first == second
-    assert [moved for moved, _ in first] == [True, False]
-
-
-def numbers_of_one_stage(rank: int, tensor: int) -> list[float]:
-    """Losses of a wrapped model on one stage and one replica."""
-    model = wrapped(1, tensor=tensor)
-    rows = torch.ones(4, 8)
-    return [float(model.run_train(rows=rows, target=rows)) for _ in range(3)]
-
-
 @pytest.mark.cpu_only("layers draw other numbers on a device than the process that is compared")
-@pytest.mark.parametrize("ranks", [1, 2, pytest.param(4, marks=pytest.mark.sweep)])
-def test_one_stage_draws_the_numbers_of_one_process(ranks: int) -> None:
+def test_one_stage_draws_the_numbers_of_one_process() -> None:
     torch.manual_seed(0)
-    model, rows = Vae(draws=True), torch.ones(4, 8)
-    expected = [sum(model(half, half).item() for half in rows.chunk(2)) / 2 for _ in range(3)]
-    for losses in run_ranks(ranks, numbers_of_one_stage, ranks):
-        assert losses == pytest.approx(expected, rel=1e-6)
+    whole, rows = Vae(draws=True), torch.ones(4, 8)
+    expected = [sum(whole(half, half).item() for half in rows.chunk(2)) / 2 for _ in range(3)]
+    model = wrapped(1)
+    losses = [float(model.run_train(rows=rows, target=rows)) for _ in range(3)]
+    parallel_state.destroy_model_parallel()
+    assert losses == pytest.approx(expected, rel=1e-6)
 
 
 def tensor_ranks_apart(rank: int) -> None:
     """Steps of two tensor ranks that draw, before the third of which rank 1 alone draws a number more."""
-    parallel_state.initialize_model_parallel(2, 2, hang_timeout=60)
-    torch.manual_seed(0)
-    model = NxDPPModel(Vae(draws=True), transformer_layer_cls=Encoder, num_microbatches=2)
+    model = wrapped(1, tensor=2)
     for number in range(3):
-        if number == 2 and parallel_state.get_tensor_model_parallel_rank() == 1:
+        if number == 2 and rank == 1:
             torch.rand(1)
         model.run_train(rows=torch.ones(4, 8), target=torch.ones(4, 8))
 
 
 def test_tensor_ranks_whose_layers_would_draw_other_masks_are_refused() -> None:
     with pytest.raises(AssertionError, match=r"between tensor-parallel rank 0 .* would draw other masks"):
-        run_ranks(4, tensor_ranks_apart)
+        run_ranks(2, tensor_ranks_apart)

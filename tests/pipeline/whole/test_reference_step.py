@@ -5,7 +5,6 @@ import ctypes
 import random
 import re
 from typing import Any
-from unittest.mock import patch
 
 import numpy
 import pytest
@@ -13,8 +12,7 @@ import torch
 from torch import nn
 
 from nxdpp import NxDPPModel, parallel_state
-from nxdpp.pipeline.reference_step import ReferenceStep, _difference
-from nxdpp.ranks.faults.board import board
+from nxdpp.pipeline.reference_step import _difference
 from tests.support import models
 from tests.support.models import gradient_differences, padded_batch, reference, train_in_one_process
 from tests.support.plain_models import Base, Block
@@ -66,29 +64,6 @@ class Runs(Base):
         return self.run(x)
 
 
-def moves_of_the_whole_model(rank: int) -> int:
-    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
-    torch.manual_seed(0)
-    wrapped = NxDPPModel(Runs(), Block, 2, input_names=["x"], check_against_module="first")
-    moves, train = 0, ReferenceStep._train
-
-    def counted(*arguments: Any) -> None:
-        nonlocal moves
-        before = board.moves
-        train(*arguments)
-        moves = board.moves - before
-
-    with patch.object(ReferenceStep, "_train", counted):
-        wrapped.run_train(x=torch.ones(4, 4))
-    assert not nn.modules.module._global_forward_pre_hooks
-    return moves
-
-
-def test_each_forward_and_each_gradient_of_the_whole_model_is_progress() -> None:
-    microbatches = 2
-    assert run_ranks(2, moves_of_the_whole_model) == [microbatches * (9 + 10 + 1)] * 2
-
-
 def state() -> tuple[Any, ...]:
     return torch.get_rng_state().tolist(), random.getstate(), [str(part) for part in numpy.random.get_state()]
 
@@ -110,53 +85,11 @@ def step(model: Any, batch: dict[str, torch.Tensor], schedule: str, chunks: int,
 
 TIED = {"transformer.wte.weight", "lm_head.weight"}
 TIED |= {"bert.embeddings.word_embeddings.weight", "cls.predictions.decoder.weight"}
-SCHEDULES = {2: [("1f1b", 1), ("interleaved", 2), ("zb-v", 1)], 3: [("1f1b", 1), ("zb-h1", 1)]}
+CASES = {"gpt2": ("interleaved", 2), "bert": ("zb-v", 1)}
+"""By model the schedule, and stages on each rank."""
 
 
-def train_all(rank: int, ranks: int) -> dict[Any, list[str]]:
-    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=ranks)
-    return {
-        (name, schedule): step(models.make(name), padded_batch(8), schedule, chunks)
-        for name in ("llama", "gpt2", "bert")
-        for schedule, chunks in SCHEDULES[ranks]
-    }
-
-
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_right_pipelines_pass(ranks: int) -> None:
-    for rank in run_ranks(ranks, train_all, ranks):
-        for case, different in rank.items():
-            assert set(different) <= TIED, case
-
-
-class MultipliesInFloat32(Base):
-    """Has a product in float32, whatever autocast is around it."""
-
-    def __init__(self) -> None:
-        torch.manual_seed(0)
-        super().__init__()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        hidden = self.through(self.blocks, self.embedding(x))
-        with torch.autocast(x.device.type, enabled=False):
-            hidden = hidden.float() @ self.embedding.weight
-        return self.close(hidden)
-
-
-def train_in_autocast(rank: int) -> None:
-    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
-    wrapped = NxDPPModel(MultipliesInFloat32(), Block, 2, input_names=["x"], check_against_module="first")
-    x = torch.linspace(-2, 2, 16).view(4, 4)
-    with torch.autocast(x.device.type, torch.bfloat16):
-        wrapped.run_train(x=x)
-
-
-def test_a_backward_in_float32_inside_autocast_passes() -> None:
-    run_ranks(2, train_in_autocast)
-
-
-def train_with_dropout(rank: int) -> str:
-    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
+def train_with_dropout() -> str:
     wrapped = NxDPPModel(models.make("gpt2", dropout=0.1), None, 2, check_against_module="first")
     batch = padded_batch(4)
     wrapped.train()
@@ -170,14 +103,8 @@ def train_with_dropout(rank: int) -> str:
     return str(error.value)
 
 
-def test_a_model_with_dropout_is_refused_with_a_remedy() -> None:
-    first, second = run_ranks(2, train_with_dropout)
-    assert first == second
-
-
-def train_changed(rank: int) -> None:
+def train_changed() -> None:
     """Values loaded after wrapping, a buffer that changes, earlier gradients, a frozen and an unused parameter."""
-    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
     torch.manual_seed(0)
     model = Base(lambda: nn.Sequential(Block(), nn.BatchNorm1d(4)))
     model.unused = nn.Linear(2, 2)
@@ -194,18 +121,20 @@ def train_changed(rank: int) -> None:
     assert all(int(b) == 2 for name, b in wrapped.named_buffers() if name.endswith("num_batches_tracked"))
 
 
-def test_present_values_are_compared() -> None:
-    run_ranks(2, train_changed)
-
-
-def test_other_values_are_refused() -> None:
-    run_ranks(1, wrap_wrongly)
-
-
-def wrap_wrongly(rank: int) -> None:
-    parallel_state.initialize_model_parallel()
+def on_two_ranks(rank: int) -> tuple[dict[str, list[str]], str]:
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
+    train_changed()
     with pytest.raises(ValueError, match="check_against_module='last' must be 'first'"):
         NxDPPModel(models.make("llama"), check_against_module="last")
+    right = {name: step(models.make(name), padded_batch(8), *case) for name, case in CASES.items()}
+    return right, train_with_dropout()
+
+
+def test_right_pipelines_pass_and_dropout_is_refused_with_a_remedy() -> None:
+    first, second = run_ranks(2, on_two_ranks)
+    for case in (*first[0].values(), *second[0].values()):
+        assert set(case) <= TIED
+    assert first[1] == second[1]
 
 
 @pytest.mark.parametrize("is_rounded", [False, True])
@@ -225,27 +154,19 @@ def test_what_is_not_finite_must_be_equal_and_hides_no_difference(is_rounded: bo
     assert differ([1.0, 1.0], [1.0, 1.0 + 1e-6]) is not is_rounded
 
 
-class RunsFour(Runs):
-    """Has a block for each of four stages."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks.append(Block())
-
-
-def hooked(rank: int, ranks: int) -> tuple[str, list[float]]:
+def hooked(rank: int) -> tuple[str, list[float]]:
     """The message of a step with a hook of gradients, and the distances to one process after the remedy."""
-    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=ranks)
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
     torch.manual_seed(0)
     limit = 1e-3
-    wrapped = NxDPPModel(RunsFour(), Block, 2, input_names=["x"], check_against_module="first")
+    wrapped = NxDPPModel(Runs(), Block, 2, input_names=["x"], check_against_module="first")
     hooks = [each.register_hook(lambda gradient: gradient.clamp(-limit, limit)) for each in wrapped.parameters()]
     with pytest.raises(RuntimeError) as error:
         wrapped.run_train(x=torch.ones(4, 4))
     for hook in hooks:
         hook.remove()
     torch.manual_seed(0)
-    whole = RunsFour()
+    whole = Runs()
     fresh = NxDPPModel(copy.deepcopy(whole), Block, 2, input_names=["x"], check_against_module="first")
     fresh.run_train(x=torch.ones(4, 4))
     for each in whole.parameters():
@@ -261,8 +182,7 @@ def hooked(rank: int, ranks: int) -> tuple[str, list[float]]:
     return str(error.value), distances
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.sweep)])
-def test_a_hook_of_gradients_is_named_where_losses_are_equal(ranks: int) -> None:
-    for message, distances in run_ranks(ranks, hooked, ranks):
+def test_a_hook_of_gradients_is_named_where_losses_are_equal() -> None:
+    for message, distances in run_ranks(2, hooked):
         assert "The losses are equal: a hook of a parameter (register_hook)" in message
         assert max(distances) < 1e-6

@@ -33,8 +33,7 @@ from tests.support.models import (
 from tests.support.models import make as make_huggingface
 from tests.support.run_ranks import run_ranks
 
-LOOPED_AND_V = ("interleaved", "zb1p", "zb-v")
-ONE_OF_EACH = ("1f1b", *LOOPED_AND_V, "dualpipe-v", "v-half")
+ONE_OF_EACH = ("1f1b", "interleaved", "zb1p", "zb-v", "dualpipe-v", "v-half")
 
 
 def start(stages: int) -> None:
@@ -68,44 +67,27 @@ def check_training(kind: Callable[[int], nn.Module], layers: int, microbatches: 
         assert not differences, (case, differences)
 
 
-def every_family(rank: int, ranks: int, counts: tuple[int, ...], in_full: bool, in_all_counts: bool) -> None:
-    start(ranks)
-    for name in FAMILIES if in_full or ranks == 2 else ONE_OF_EACH:
-        stages = ranks * chunks_of(name)
-        for microbatches in counts if in_all_counts or name in ONE_OF_EACH else counts[-1:]:
-            # One layer more than stages: they are uneven.
-            check_training(Chain, stages + 1, microbatches, schedule=name)
-        if stages > 2 and (in_full or name in ONE_OF_EACH):
-            check_training(Skips, stages, ranks + 1, schedule=name)
-            if in_full and ranks > 2:
-                check_training(Skips, stages, ranks + 1, schedule=name, deallocate_pipeline_outputs=True)
-        if in_all_counts or name in ONE_OF_EACH:
-            check_training(InPlace, stages, ranks + 1, schedule=name)
-        if in_full or name in ONE_OF_EACH:
-            check_training(Tied, stages, ranks + 1, schedule=name)
-    for microbatches in (1, ranks + 1):
-        check_training(Skips, 2 * ranks, microbatches, schedule=v_schedule(ranks, microbatches))
-    check_training(Skips, 3 * ranks, ranks + 1, virtual_pipeline_size=3)
-
-
-@pytest.mark.parametrize(
-    ("ranks", "counts", "in_full", "in_all_counts"),
-    [
-        # test_nccl_rules has each family on 4 ranks, and frees the outputs of stages.
-        (2, (1, 5), True, False),
-        pytest.param(4, (9,), False, False, marks=pytest.mark.sweep),
-        pytest.param(2, (1, 2, 5), False, True, marks=pytest.mark.sweep),
-        pytest.param(4, (1, 3, 4), True, True, marks=pytest.mark.sweep),
-    ],
-)
-def test_every_family_trains_as_one_process(
-    ranks: int, counts: tuple[int, ...], in_full: bool, in_all_counts: bool
-) -> None:
-    run_ranks(ranks, every_family, ranks, counts, in_full, in_all_counts)
-
-
-def evaluate(rank: int) -> None:
+def every_family(rank: int) -> None:
     start(2)
+    for name in FAMILIES:
+        stages = 2 * chunks_of(name)
+        if name in ONE_OF_EACH:
+            # One layer more than stages: they are uneven.
+            for microbatches in (1, 5):
+                check_training(Chain, stages + 1, microbatches, schedule=name)
+            check_training(InPlace, stages, 3, schedule=name)
+        check_training(Tied, stages, 3, schedule=name)
+    check_training(Skips, 4, 3, schedule=v_schedule(2, 3))
+    check_training(Skips, 6, 3, virtual_pipeline_size=3)
+    evaluate()
+
+
+def test_every_family_trains_as_one_process() -> None:
+    """test_nccl_rules has each family with skips on 4 ranks, and frees the outputs of stages."""
+    run_ranks(2, every_family)
+
+
+def evaluate() -> None:
     x = rows(6)
     parts = x.chunk(3)
     for name in ONE_OF_EACH:
@@ -115,7 +97,7 @@ def evaluate(rank: int) -> None:
             wrapped = wrap(model, 3, schedule=name, output_loss_value_spec=True if kind is Chain else None)
             wrapped.eval()
             result = wrapped.run_eval(x=x)
-            assert (result is not None) == wrapped.holds_last_stage == (rank == (0 if FAMILIES[name].v_shaped else 1))
+            assert (result is not None) == wrapped.holds_last_stage
             if result is None:
                 continue
             with torch.no_grad():
@@ -127,65 +109,49 @@ def evaluate(rank: int) -> None:
                 assert torch.equal(result[key], join([part[key] for part in expected]))
 
 
-def test_evaluation_with_each_placement() -> None:
-    run_ranks(2, evaluate)
-
-
-def huggingface(rank: int) -> None:
-    start(2)
+def huggingface() -> None:
     batch = padded_batch(6)
-    for name in ("interleaved", "zb-v"):
-        for kind in ("tied_llama", "gpt2"):
-            model = make_huggingface(kind)
-            whole = reference(model)
-            wrapped = NxDPPModel(model, num_microbatches=3, schedule=name, broadcast_and_average_loss=True)
-            for _ in range(2):
-                loss = wrapped.run_train(**batch)
-                losses = train_in_one_process(whole, batch, 3)
-                assert isinstance(loss, torch.Tensor)
-                assert torch.equal(loss, torch.stack(losses).mean()), "on every rank"
-            differences = gradient_differences(wrapped, whole)
-            tied = {"model.embed_tokens.weight", "transformer.wte.weight", "lm_head.weight"}
-            assert set(differences) <= tied, (name, kind, differences)
-            assert all(distance is not None and distance < 1e-6 for distance in differences.values())
-
-
-def test_tied_embeddings_on_two_ranks_and_on_one() -> None:
-    run_ranks(2, huggingface)
-
-
-def encoder_and_decoder(rank: int) -> None:
-    start(2)
-    sizes: dict[str, Any] = {
-        "vocab_size": 61,
-        "d_model": 32,
-        "d_kv": 8,
-        "d_ff": 48,
-        "num_heads": 4,
-        "dropout_rate": 0.0,
-        "num_layers": 2,
-        "decoder_start_token_id": 0,
-    }
-    for name in ("interleaved", "zb-v"):
-        torch.manual_seed(1)
-        model = T5ForConditionalGeneration(T5Config(**sizes))
+    for name, kind in (("interleaved", "tied_llama"), ("zb-v", "gpt2")):
+        model = make_huggingface(kind)
         whole = reference(model)
-        wrapped = NxDPPModel(model, num_microbatches=3, schedule=name)
-        batch = padded_batch(6)
-        wrapped.run_train(**batch)
-        train_in_one_process(whole, batch, 3)
+        wrapped = NxDPPModel(model, num_microbatches=3, schedule=name, broadcast_and_average_loss=True)
+        for _ in range(2):
+            loss = wrapped.run_train(**batch)
+            losses = train_in_one_process(whole, batch, 3)
+            assert isinstance(loss, torch.Tensor)
+            assert torch.equal(loss, torch.stack(losses).mean()), "on every rank"
         differences = gradient_differences(wrapped, whole)
-        # Both decoder layers use the encoder's output; both stacks and the head use the embedding.
-        assert all(distance is not None and distance < 1e-5 for distance in differences.values()), differences
+        tied = {"model.embed_tokens.weight", "transformer.wte.weight", "lm_head.weight"}
+        assert set(differences) <= tied, (name, kind, differences)
+        assert all(distance is not None and distance < 1e-6 for distance in differences.values())
 
 
-def test_an_encoder_whose_output_several_stages_use() -> None:
-    run_ranks(2, encoder_and_decoder)
+def encoder_and_decoder() -> None:
+    sizes: dict[str, Any] = {"vocab_size": 61, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_heads": 4, "num_layers": 2}
+    torch.manual_seed(1)
+    model = T5ForConditionalGeneration(T5Config(**sizes, dropout_rate=0.0, decoder_start_token_id=0))
+    whole = reference(model)
+    wrapped = NxDPPModel(model, num_microbatches=3, schedule="zb-v")
+    batch = padded_batch(6)
+    wrapped.run_train(**batch)
+    train_in_one_process(whole, batch, 3)
+    differences = gradient_differences(wrapped, whole)
+    # Both decoder layers use the encoder's output; both stacks and the head use the embedding.
+    assert all(distance is not None and distance < 1e-5 for distance in differences.values()), differences
+
+
+def transformers(rank: int) -> None:
+    start(2)
+    huggingface()
+    encoder_and_decoder()
+
+
+def test_tied_embeddings_on_two_ranks_and_on_one_and_an_encoder_that_several_stages_use() -> None:
+    run_ranks(2, transformers)
 
 
 OPTIONS = {
     "interleaved": ("checkpoint", "frozen"),
-    "zb1p": ("frozen", "deallocate"),
     "zb-v": ("checkpoint", "frozen", "deallocate"),
 }
 
@@ -215,31 +181,6 @@ def test_recomputation_frozen_layers_and_deallocation() -> None:
     run_ranks(2, options)
 
 
-def replicate(rank: int) -> float:
-    start(2)
-    replica = parallel_state.get_data_parallel_rank()
-    distances = []
-    for name in ("interleaved", "zb-v"):
-        model = make(Chain, 5)
-        whole = copy_of(model)
-        wrapped = wrap(model, 3, schedule=name, broadcast_and_average_loss=True)
-        x = rows(12)
-        loss = wrapped.run_train(x=x.chunk(2)[replica])
-        losses = []
-        for part in x.chunk(6):
-            losses.append(whole(part))
-            (losses[-1] / 6).backward()
-        assert isinstance(loss, torch.Tensor)
-        distances.append((loss - torch.stack(losses).mean()).abs().item())
-        distances += [0.0 if each is None else each for each in gradient_differences(wrapped, whole).values()]
-        assert None not in gradient_differences(wrapped, whole).values()
-    return max(distances)
-
-
-def test_two_replicas_of_two_ranks_with_two_stages_each() -> None:
-    assert max(run_ranks(4, replicate)) < 1e-6
-
-
 WRITTEN = [
     # Rank 0 has the outer stages, rank 1 the two in the middle; microbatch 1 is first everywhere.
     ["0F1", "0F0", "3F1", "3I1", "3F0", "3I0", "3W1", "3W0", "0B1", "0B0"],
@@ -253,8 +194,7 @@ def run_written(rank: int, folder: str) -> None:
     path = Path(folder) / "mine.csv"
     path.write_text("\n".join(",".join(actions) for actions in UNEVEN))
     for kind in (Chain, Skips, Tied):
-        for schedule in (UNEVEN, path, str(path)):
-            check_training(kind, 3, 2, schedule=schedule)
+        check_training(kind, 3, 2, schedule=UNEVEN if kind is Chain else path)
     model = make(Skips, 4)
     whole = copy_of(model)
     wrapped = wrap(model, 2, schedule=WRITTEN, virtual_pipeline_size=2, return_mb_loss=True)

@@ -4,7 +4,6 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -45,17 +44,6 @@ class Convolution(Layer):
         return hidden + self.linear(hidden)  # type: ignore[no-any-return]
 
 
-class Mean(Layer):
-    """Uses the mean over tokens alone: its gradient is expanded."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear, self.token = nn.Linear(WIDTH, WIDTH), nn.Parameter(torch.randn(6, WIDTH))
-
-    def compute(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self.token * self.linear(hidden.mean(1)).tanh().unsqueeze(1)  # type: ignore[no-any-return]
-
-
 class Joined(Layer):
     """Adds tokens of its own: the gradient of the earlier ones is a part of a larger tensor."""
 
@@ -82,9 +70,9 @@ class Model(nn.Module):
         return F.cross_entropy(self.head(hidden.mean(1)), y)
 
 
-def difference(layer: type[Layer], seed: int, schedule: str, chunks: int) -> list[str]:
+def difference(layer: type[Layer], schedule: str, chunks: int) -> list[str]:
     """Names of what differs after each of two steps."""
-    torch.manual_seed(seed)
+    torch.manual_seed(0)
     model = Model(layer)
     whole = copy.deepcopy(model)
     batch = {"x": torch.randn(8, 3, 16, 24), "y": torch.randint(0, 10, (8,))}
@@ -108,23 +96,15 @@ def difference(layer: type[Layer], seed: int, schedule: str, chunks: int) -> lis
     return different
 
 
-def train(rank: int, ranks: int, layer: type[Layer], schedules: list[tuple[str, int]]) -> dict[Any, list[str]]:
-    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=ranks)
+def train(rank: int) -> dict[Any, list[str]]:
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
     return {
-        (schedule, seed): difference(layer, seed, schedule, chunks)
-        for schedule, chunks in schedules
-        for seed in range(2)
+        (layer, schedule): difference(layer, schedule, chunks)
+        for layer in (Convolution, Joined)
+        for schedule, chunks in (("1f1b", 1), ("interleaved", 3), ("zb-v", 1))
     }
 
 
-@pytest.mark.parametrize("layer", [Convolution, Mean, Joined])
-def test_over_two_ranks(layer: type[Layer]) -> None:
-    schedules = [("1f1b", 1), ("gpipe", 1), ("zb-h1", 1), ("interleaved", 3), ("zb-v", 1), ("v-half", 1)]
-    for rank in run_ranks(2, train, 2, layer, schedules):
-        assert not any(rank.values()), rank
-
-
-@pytest.mark.parametrize("layer", [Convolution, Joined])
-def test_over_three_ranks(layer: type[Layer]) -> None:
-    for rank in run_ranks(3, train, 3, layer, [("1f1b", 1), ("zb1p", 1)]):
+def test_over_two_ranks() -> None:
+    for rank in run_ranks(2, train):
         assert not any(rank.values()), rank

@@ -13,7 +13,7 @@ from nxdpp.pipeline.microbatches.split_batch import split_batch
 from nxdpp.tracing.models.image_rows import first_rows, split_images
 from tests.support.in_process import InProcessPipeline
 from tests.support.run_ranks import run_ranks
-from tests.support.vision_language import IMAGE, ROWS, SIDE, VISION_LANGUAGE, make_vision_language, pixels, tokens
+from tests.support.vision_language import IMAGE, ROWS, SIDE, make_vision_language, pixels, tokens
 
 CPU = torch.device("cpu")
 
@@ -41,9 +41,18 @@ def _assert_equal(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor], tied
             assert torch.equal(ours[name], gradient), name
 
 
-@pytest.mark.parametrize("name", VISION_LANGUAGE)
-def test_loss_and_gradients_with_images_are_those_of_one_process(name: str) -> None:
-    model, batch = make_vision_language(name)
+def _tied(model: Any) -> str | None:
+    """Name of the embedding, which may be tied."""
+    embedding = getattr(model.get_input_embeddings(), "weight", None)
+    return next((name for name, parameter in model.named_parameters() if parameter is embedding), None)
+
+
+@pytest.mark.parametrize(
+    ("name", "is_mixed"),
+    [("blip2", False), ("gemma3", True), ("idefics3", True), ("paligemma", False), ("qwen3_vl", True)],
+)
+def test_loss_and_gradients_with_images_are_those_of_one_process(name: str, is_mixed: bool) -> None:
+    model, batch = (with_mixed_rows if is_mixed else make_vision_language)(name)
     losses, gradients = _reference(model, batch, 2)
 
     pipeline = InProcessPipeline(model, 3)
@@ -53,9 +62,7 @@ def test_loss_and_gradients_with_images_are_those_of_one_process(name: str) -> N
     assert len(pipeline.partition.layers) == 4
     assert all(torch.equal(a, b) for a, b in zip(ours, losses, strict=True))
     assert any("vis" in key for key in gradients)
-    embedding = getattr(model.get_input_embeddings(), "weight", None)
-    tied = next((n for n, p in model.named_parameters() if p is embedding), None)
-    _assert_equal(_gradients(model), gradients, tied)
+    _assert_equal(_gradients(model), gradients, _tied(model))
 
 
 def test_a_tower_that_is_registered_last_is_on_the_first_stage() -> None:
@@ -74,47 +81,20 @@ def test_a_tower_that_is_registered_last_is_on_the_first_stage() -> None:
     assert all(owners[name] == {0} for name in owners if "vision_tower" in name or "projector" in name)
 
 
-@pytest.mark.parametrize("stages", [2, 4])
-def test_layers_of_both_towers_are_cut_with_a_given_batch(stages: int) -> None:
+def test_layers_of_both_towers_are_cut_with_a_given_batch() -> None:
     towers: Any = {"transformer_layer_cls": ["Qwen2VLVisionBlock", "Qwen2VLDecoderLayer"]}
     model, batch = make_vision_language("qwen2_vl")
     losses, gradients = _reference(model, batch, 2)
     with pytest.raises(ValueError, match=r"these inputs run the layers in the order .*visual.*Give partition_batch"):
-        InProcessPipeline(copy.deepcopy(model), stages, **towers).train(batch, 2)
+        InProcessPipeline(copy.deepcopy(model), 4, **towers).train(batch, 2)
     # The remedy, followed.
     example = split_batch(model, batch, 2, None, CPU)[0][0]
-    pipeline = InProcessPipeline(model, stages, example, **towers)
+    pipeline = InProcessPipeline(model, 4, example, **towers)
     ours = pipeline.train(batch, 2)
 
     assert "visual" in pipeline.partition.layers[0]
     assert all(torch.equal(a, b) for a, b in zip(ours, losses, strict=True))
-    embedding = getattr(model.get_input_embeddings(), "weight", None)
-    _assert_equal(_gradients(model), gradients, next((n for n, p in model.named_parameters() if p is embedding), None))
-
-
-def _train_on_ranks(rank: int, name: str) -> tuple[list[str], float, dict[str, Tensor]]:
-    torch.distributed.init_process_group()
-    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
-    model, batch = make_vision_language(name)
-    wrapped = NxDPPModel(model, num_microbatches=2, broadcast_and_average_loss=True)
-    loss = wrapped.run_train(**batch)
-    assert isinstance(loss, Tensor)
-    torch.distributed.barrier()
-    return [n for n, _ in wrapped.local_named_parameters()], loss.item(), _gradients(wrapped.local_module)
-
-
-@pytest.mark.cpu_only("attention on a device has another kernel than on the CPU, which is compared to the bit")
-@pytest.mark.parametrize("name", ["qwen2_5_vl", "idefics3"])
-def test_the_vision_tower_is_on_the_first_rank(name: str) -> None:
-    model, batch = make_vision_language(name)
-    losses, gradients = _reference(model, batch, 2)
-
-    (first, loss, ours), (second, _, others) = run_ranks(2, _train_on_ranks, name)
-
-    assert any("vis" in parameter for parameter in first)
-    assert not any("vis" in parameter for parameter in second)
-    assert loss == torch.stack(losses).mean().item()
-    _assert_equal(ours | others, gradients, None)
+    _assert_equal(_gradients(model), gradients, _tied(model))
 
 
 def test_images_of_several_rows_go_with_their_rows() -> None:
@@ -126,18 +106,6 @@ def test_images_of_several_rows_go_with_their_rows() -> None:
     assert [len(part["image_grid_thw"]) for part in parts] == [1, 1, 2, 1]
     assert [len(part["pixel_values"]) for part in parts] == [16, 16, 32, 16]
     assert torch.equal(torch.cat([part["pixel_values"] for part in parts]), batch["pixel_values"])
-    in_dicts, _ = split_batch(model, {"batch": batch}, ROWS, None, CPU)
-    for part, of_dict in zip(parts, in_dicts, strict=True):
-        assert all(torch.equal(of_dict[f"batch[{name!r}]"], value) for name, value in part.items())
-
-
-def test_sizes_of_merged_patches_may_be_inputs() -> None:
-    model, batch = make_vision_language("qwen2_vl")
-
-    parts, _ = split_batch(model, {**batch, "image_merge_sizes": torch.full((5,), 2)}, ROWS, None, CPU)
-
-    assert [len(part["image_merge_sizes"]) for part in parts] == [1, 1, 2, 1]
-    assert [len(part["pixel_values"]) for part in parts] == [16, 16, 32, 16]
 
 
 def test_tokens_beside_those_of_the_patches_are_split_by_rows() -> None:
@@ -155,39 +123,10 @@ def test_tokens_beside_those_of_the_patches_are_split_by_rows() -> None:
     parts, _ = split_batch(model, one_each, 2, None, CPU)
     assert [len(part["image_grid_thw"]) for part in parts] == [2, 2]
 
-    # Two equal images in row 0, and none in row 1.
-    ids[0, 8:14], ids[1, 2:8] = IMAGE, 50
-    parts, _ = split_batch(model, one_each, 2, None, CPU)
-    assert [len(part["image_grid_thw"]) for part in parts] == [2, 2]
-    ids[2, 2:8], ids[1, 2:8] = 50, IMAGE
-    parts, _ = split_batch(model, one_each, 2, None, CPU)
-    assert [len(part["pixel_values"]) for part in parts] == [48, 16]
-
     # Images of two sizes: which tokens are whose?
     sizes = torch.tensor([[1, 2, 4], [1, 4, 4], [1, 4, 4], [1, 4, 6]])
     with pytest.raises(ValueError, match=r"do not tell the rows of pixel_values.*split_inputs_fn"):
         split_batch(model, {**one_each, "image_grid_thw": sizes}, 2, None, CPU)
-
-
-def test_more_images_than_rows_are_split_by_their_tokens() -> None:
-    model, batch = make_vision_language("internvl")
-    ids = batch["input_ids"].clone()
-    ids[1, 10:14] = 5  # row 1 has a second image
-    images = torch.cat([batch["pixel_values"], batch["pixel_values"][:1]])
-
-    parts, _ = split_batch(model, {**batch, "input_ids": ids, "pixel_values": images}, 2, None, CPU)
-
-    assert [len(part["pixel_values"]) for part in parts] == [3, 2]
-
-
-def test_images_without_a_row_are_refused() -> None:
-    model, batch = make_vision_language("qwen2_vl")
-    ids = batch["input_ids"].clone()
-    ids[0, 2] = 50
-    with pytest.raises(ValueError, match=r"do not tell the rows of pixel_values.*split_inputs_fn"):
-        split_batch(model, {**batch, "input_ids": ids}, 2, None, CPU)
-    # The remedy: one microbatch is not split.
-    assert split_batch(model, {**batch, "input_ids": ids}, 1, None, CPU)[0][0]["pixel_values"] is batch["pixel_values"]
 
 
 def with_mixed_rows(name: str) -> tuple[Any, dict[str, Tensor]]:
@@ -206,27 +145,11 @@ def with_mixed_rows(name: str) -> tuple[Any, dict[str, Tensor]]:
     return model, mixed
 
 
-@pytest.mark.parametrize("name", [name for name in VISION_LANGUAGE if name != "blip2"])
-def test_rows_with_and_without_images_are_those_of_one_process(name: str) -> None:
-    model, batch = with_mixed_rows(name)
-    losses, gradients = _reference(model, batch, 2)
-    ours = InProcessPipeline(model, 3).train(batch, 2)
-    assert all(torch.equal(a, b) for a, b in zip(ours, losses, strict=True))
-    embedding = getattr(model.get_input_embeddings(), "weight", None)
-    tied = next((n for n, p in model.named_parameters() if p is embedding), None)
-    _assert_equal(_gradients(model), gradients, tied)
-    assert any("vis" in key for key in gradients)
-
-
-@pytest.mark.parametrize("name", ["llava", "qwen2_vl", "idefics3"])
-def test_first_rows_have_their_own_images(name: str) -> None:
-    model, batch = with_mixed_rows(name)
+def test_first_rows_have_their_own_images() -> None:
+    model, batch = with_mixed_rows("qwen2_vl")
     own = first_rows(model, batch, 3)
     assert len(own["input_ids"]) == len(own["labels"]) == 3
-    images = split_images(model, batch, ROWS)[2]
-    if name == "idefics3":
-        images = {"pixel_values": batch["pixel_values"][:3]}
-    for key, value in images.items():
+    for key, value in split_images(model, batch, ROWS)[2].items():
         assert torch.equal(own[key], value)
     assert "pixel_values" not in first_rows(model, batch, 2)
     # Without rows all stay, as text.
@@ -271,76 +194,50 @@ def turned(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {key: value.flip(0) if len(value) == ROWS else value for key, value in batch.items()}
 
 
-IMAGES_OF_ROWS = {"llava": (16, [1, 0, 1, 1]), "internvl": (4, [1, 3, 0, 2])}
-"""Tokens of an image, and the number of images of each row."""
+def _images(numbers: list[int]) -> dict[str, Tensor]:
+    """Rows of ``internvl`` with so many images each."""
+    batch = {"input_ids": tokens([4 * number for number in numbers])}
+    return batch | ({"pixel_values": pixels(sum(numbers), 3, SIDE, SIDE)} if sum(numbers) else {})
 
 
-def _train_numbers(name: str) -> None:
+def _train_numbers() -> None:
     """Other numbers of images in the microbatches of a step, and in the next step."""
-    size, numbers = IMAGES_OF_ROWS[name]
-    model, _ = make_vision_language(name)
+    model, _ = make_vision_language("internvl")
     whole = copy.deepcopy(model)
     wrapped = _wrapped(model)
-    for own in (numbers, numbers[::-1]):
-        ids = tokens([size * number for number in own])
-        _compare(wrapped, whole, [{"input_ids": ids, "labels": ids, "pixel_values": pixels(sum(own), 3, SIDE, SIDE)}])
+    for own in ([1, 3, 0, 2], [2, 0, 3, 1]):
+        batch = _images(own)
+        _compare(wrapped, whole, [batch | {"labels": batch["input_ids"]}])
 
 
-def _evaluate_uneven(rank: int, stages: int) -> None:
+def _evaluate_uneven() -> None:
     """Numbers of rows that do not divide, some with images, some with none."""
-    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=stages)
-    for name in IMAGES_OF_ROWS:
-        model, _ = make_vision_language(name)
-        whole = copy.deepcopy(model).eval()
-        wrapped = NxDPPModel(model, num_microbatches=4, loss_normalization="tokens").eval()
-        for own in ([0, 1, 0, 2, 0], [1, 1, 1, 1, 1, 1], [2, 0, 1], [0, 0, 0, 0, 0], [1]):
-            own = own if name == "internvl" else [min(number, 1) for number in own]
-            ids = tokens([IMAGES_OF_ROWS[name][0] * number for number in own])
-            batch = {"input_ids": ids}
-            if sum(own):
-                batch["pixel_values"] = pixels(sum(own), 3, SIDE, SIDE)
-            output = wrapped.run_eval(**batch, everywhere=True)
-            loss = wrapped.run_eval(**batch, labels=ids, everywhere=True)
-            with torch.no_grad():
-                expected = whole(**batch, labels=ids)
-            torch.testing.assert_close(output.logits, expected.logits, rtol=0, atol=1e-5)
-            torch.testing.assert_close(loss, expected.loss, rtol=0, atol=1e-5)
+    model, _ = make_vision_language("internvl")
+    whole = copy.deepcopy(model).eval()
+    wrapped = NxDPPModel(model, num_microbatches=4, loss_normalization="tokens").eval()
+    for own in ([0, 1, 0, 2, 0], [2, 0, 1], [0, 0, 0, 0, 0], [1]):
+        batch = _images(own)
+        output = wrapped.run_eval(**batch, everywhere=True)
+        loss = wrapped.run_eval(**batch, labels=batch["input_ids"], everywhere=True)
+        with torch.no_grad():
+            expected = whole(**batch, labels=batch["input_ids"])
+        torch.testing.assert_close(output.logits, expected.logits, rtol=0, atol=1e-5)
+        torch.testing.assert_close(loss, expected.loss, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.sweep)])
-def test_any_number_of_rows_with_images_is_evaluated(ranks: int) -> None:
-    run_ranks(ranks, _evaluate_uneven, ranks)
-
-
-def _train_both_towers() -> None:
-    """The layers of both towers: refused without an example, and the remedy followed."""
-    towers: Any = {"transformer_layer_cls": ["Qwen2VLVisionBlock", "Qwen2VLDecoderLayer"]}
-    model, batch = make_vision_language("qwen2_vl")
-    whole = copy.deepcopy(model)
-    with pytest.raises(ValueError, match=r"these inputs run the layers in the order .*visual.*Give partition_batch"):
-        _wrapped(copy.deepcopy(model), **towers).run_train(**batch)
-    example = split_batch(model, batch, 2, None, torch.empty(0).device)[0][0]
-    wrapped = _wrapped(model, partition_batch=example, **towers)
-    for _ in range(2):
-        _compare(wrapped, whole, [batch])
-
-
-def _train_all(rank: int, stages: int) -> None:
-    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=stages)
+def _on_ranks(rank: int) -> None:
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
     if parallel_state.get_data_parallel_size() > 1:
         _train_mixed("llava")
         return
-    for name in VISION_LANGUAGE:
-        if name != "blip2":
-            _train_mixed(name)
-    for name in IMAGES_OF_ROWS:
-        _train_numbers(name)
-    _train_both_towers()
+    _train_mixed("qwen2_5_vl")
+    _train_numbers()
+    _evaluate_uneven()
 
 
-@pytest.mark.parametrize(("ranks", "stages"), [(2, 2), (4, 4), (4, 2)])
-def test_images_over_ranks_and_replicas_have_the_loss_of_the_whole_batch(ranks: int, stages: int) -> None:
-    run_ranks(ranks, _train_all, stages)
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_images_over_ranks_and_replicas_have_the_numbers_of_the_whole_batch(ranks: int) -> None:
+    run_ranks(ranks, _on_ranks)
 
 
 def test_a_microbatch_without_images_is_refused_where_forward_needs_them() -> None:
@@ -351,11 +248,3 @@ def test_a_microbatch_without_images_is_refused_where_forward_needs_them() -> No
     ordered = {key: value if key == "pixel_values" else value[order] for key, value in batch.items()}
     parts, _ = split_batch(model, ordered, 2, None, CPU)
     assert [len(part["pixel_values"]) for part in parts] == [1, 1]
-
-
-def test_tokens_without_values_are_refused_and_pixels_need_none() -> None:
-    model, batch = make_vision_language("internvl")
-    with pytest.raises(ValueError, match=r"input_ids or image_grid_thw are on the meta device. Give these inputs"):
-        split_batch(model, {name: value.to("meta") for name, value in batch.items()}, 2, None, torch.device("meta"))
-    meta = {**batch, "pixel_values": batch["pixel_values"].to("meta")}
-    assert [len(images["pixel_values"]) for images in split_images(model, meta, 2)] == [2, 2]

@@ -32,9 +32,7 @@ def microbatch() -> dict[str, torch.Tensor]:
     return {name: torch.empty(1, 8192, dtype=torch.int64, device="meta") for name in ("input_ids", "labels")}
 
 
-@pytest.mark.parametrize("rank", [0, 7, 15])
-@pytest.mark.parametrize("partition", ["even", "balanced"])
-@pytest.mark.parametrize("virtual_pipeline_size", [1, 2])
+@pytest.mark.parametrize(("rank", "partition", "virtual_pipeline_size"), [(0, "even", 1), (15, "balanced", 2)])
 def test_a_rank_of_the_405b_model_takes_no_memory(rank: int, partition: str, virtual_pipeline_size: int) -> None:
     batch = microbatch() if partition == "balanced" else None
     arguments = {"virtual_pipeline_size": virtual_pipeline_size, "partition": partition, "partition_batch": batch}
