@@ -19,7 +19,6 @@ CASES: dict[str, Callable[[NxDPPModel, Path], Any]] = {
     "eval_samples": lambda wrapped, _: wrapped.steps.eval_samples([padded_batch(2)] * 2),
     "train_microbatches": lambda wrapped, _: wrapped.steps.train_microbatches([padded_batch(2)] * 2),
     "eval_microbatches": lambda wrapped, _: wrapped.steps.eval_microbatches([padded_batch(2)] * 2),
-    "mean_loss": lambda wrapped, _: wrapped.steps.mean_loss([torch.ones(())]),
     "average_gradients": lambda wrapped, _: wrapped.steps.average_gradients(),
     "move_model_to_device": lambda wrapped, _: wrapped.move_model_to_device(),
     "save_pretrained": lambda wrapped, folder: save_pretrained(wrapped, folder),

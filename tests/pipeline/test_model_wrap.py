@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from nxdpp import NxDPPModel, parallel_state
+from tests.pipeline.in_turn import run_in_turn
 from tests.support.models import llama, make, padded_batch, reference
 from tests.support.run_ranks import run_ranks
 
@@ -66,10 +67,6 @@ def free(rank: int) -> None:
     assert not any(parameter.is_meta for parameter in wrapped.parameters())
 
 
-def test_parameters_of_other_stages_are_freed() -> None:
-    run_ranks(2, free)
-
-
 def load_and_save(rank: int) -> None:
     start(2)
     source, target = make("llama"), llama()
@@ -87,10 +84,6 @@ def load_and_save(rank: int) -> None:
     assert not any(module.training for module in wrapped.modules())
     wrapped.train()
     assert all(module.training for module in wrapped.modules())
-
-
-def test_state_is_loaded_and_saved_under_original_names() -> None:
-    run_ranks(2, load_and_save)
 
 
 REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
@@ -155,7 +148,6 @@ def refuse_inputs(rank: int) -> None:
         ({**batch, "labels": batch["labels"].to("meta")}, ValueError, "labels is on meta"),
         ({**batch, "past_key_values": [batch["labels"]]}, TypeError, "past_key_values is a list"),
         ({**batch, "use_cache": True}, ValueError, "use_cache=True"),
-        ({**batch, "use_cache": True}, ValueError, "use_cache=True"),
         ({"input_ids": batch["input_ids"]}, ValueError, "no loss"),
     ]
     for inputs, kind, message in bad:
@@ -164,10 +156,6 @@ def refuse_inputs(rank: int) -> None:
     with pytest.raises(RuntimeError, match="run_train"):
         wrapped(**batch)
     assert wrapped.run_train(**batch) is None or rank == 1
-
-
-def test_bad_inputs_are_refused_before_any_send() -> None:
-    run_ranks(2, refuse_inputs)
 
 
 def wrap_on_meta(rank: int) -> None:
@@ -180,10 +168,6 @@ def wrap_on_meta(rank: int) -> None:
         wrapped.run_train(**padded_batch(4))
     wrapped.move_model_to_device()
     wrapped.run_train(**padded_batch(4))
-
-
-def test_training_on_meta_is_refused() -> None:
-    run_ranks(2, wrap_on_meta)
 
 
 def test_wrapping_needs_initialize_model_parallel() -> None:
@@ -205,5 +189,6 @@ def keep_attributes(rank: int) -> None:
     assert all(torch.equal(parameter, expected[name]) for name, parameter in wrapped.local_named_parameters())
 
 
-def test_moving_keeps_values_and_attributes() -> None:
-    run_ranks(2, keep_attributes)
+def test_values_state_inputs_and_devices_of_two_ranks() -> None:
+    """Parameters of other stages are freed, and what is refused changes nothing."""
+    run_in_turn(2, free, load_and_save, refuse_inputs, wrap_on_meta, keep_attributes)

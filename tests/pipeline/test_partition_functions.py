@@ -1,7 +1,6 @@
 """Partitions by a function of the graph, and inputs without names."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import pytest
 import torch
@@ -49,31 +48,8 @@ def test_cuts_chosen_by_a_function_train_as_one_process() -> None:
     assert cuts == same_cuts == ["model.layers.1"]
 
 
-def test_a_wrapped_model_takes_the_function_too() -> None:
-    parallel_state.initialize_debug(pipeline_model_parallel_size=2)
-    try:
-        wrapped = NxDPPModel(make("llama"), partition=lambda traced, stages: [traced.layers[0]])
-    finally:
-        parallel_state.destroy_model_parallel()
-
-    assert wrapped.pipeline_cuts == ["model.layers.0"]
-
-
 def test_a_function_and_cuts_exclude_each_other() -> None:
     config = PipelineConfig(make("llama"), partition=two_layers_on_the_last, pipeline_cuts=["model.layers.0"])
 
     with pytest.raises(ValueError, match=r"partition=.* and pipeline_cuts exclude each other"):
         config.check()
-
-
-def step_with_a_list(rank: int) -> None:
-    parallel_state.initialize_model_parallel()
-    pipeline = NxDPPModel(make("llama"))
-    inputs: Any = [torch.ones(2, 4)]
-    with pytest.raises(TypeError, match=r"inputs must be a dict by name, not a list"):
-        pipeline.steps.train_microbatches([inputs])
-    pipeline.run_train(**padded_batch(2))
-
-
-def test_inputs_without_names_are_refused() -> None:
-    run_ranks(1, step_with_a_list)

@@ -3,14 +3,13 @@
 import copy
 from typing import Any, Self
 
-import pytest
 import torch
 from torch import Tensor, nn
 from transformers import BartConfig, BartForSequenceClassification
 
 from nxdpp import NxDPPModel, parallel_state
+from tests.pipeline.in_turn import run_in_turn
 from tests.support.in_process import InProcessPipeline
-from tests.support.run_ranks import run_ranks
 
 
 class Layer(nn.Module):
@@ -106,9 +105,8 @@ def compare(rank: int, change: str) -> None:
             _change(whole, "layers[2].eval()")
 
 
-@pytest.mark.parametrize("change", ["", "stack.eval()", "layers[2].eval()"])
-def test_parts_in_evaluation_mode_are_those_of_one_process(change: str) -> None:
-    run_ranks(2, compare, change)
+def test_parts_in_evaluation_mode_are_those_of_one_process() -> None:
+    run_in_turn(2, *((compare, change) for change in ("", "stack.eval()", "layers[2].eval()")))
 
 
 def test_a_graph_belongs_to_the_modes_of_modules_of_transformers() -> None:

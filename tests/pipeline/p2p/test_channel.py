@@ -8,7 +8,7 @@ from typing import Any, cast
 import pytest
 import torch
 
-from nxdpp.pipeline.p2p.channel import LocalChannel, Peer, RemoteChannel
+from nxdpp.pipeline.p2p.channel import Peer, RemoteChannel
 from nxdpp.pipeline.p2p.layout import Boundary, ValueLayout, layout_of
 from nxdpp.pipeline.p2p.transport import Direction, Transport, are_zeros, is_mark
 from nxdpp.ranks.faults.waits import Wait
@@ -77,14 +77,6 @@ def test_no_two_tensors_have_one_tag(peer: Peer) -> None:
     tags = [peer.tag(*numbers) for numbers in product(range(PAIRS), range(3), range(MICROBATCHES))]
 
     assert len(set(tags)) == len(tags)
-
-
-def test_a_local_channel_gives_the_tensors_themselves() -> None:
-    channel = LocalChannel(Boundary(0, 1, ["hidden"], []))
-
-    channel.give(Direction.ACTIVATION, 3, [HIDDEN])
-
-    assert channel.take(Direction.ACTIVATION, 3)[0] is HIDDEN
 
 
 def test_receives_are_posted_in_order_also_when_a_layout_is_unknown(peer: Peer, transport: NotedTransport) -> None:

@@ -13,6 +13,7 @@ from nxdpp.pipeline.p2p.layout import layout_of
 from nxdpp.pipeline.p2p.transport import Direction, Transport, are_zeros, is_mark, mark_like, zeros_like
 from nxdpp.ranks import host_link
 from nxdpp.ranks.transfer_groups import TransferGroups
+from tests.pipeline.in_turn import run_in_turn
 from tests.support.nccl_rules import use_nccl_rules
 from tests.support.run_ranks import run_ranks
 
@@ -103,11 +104,6 @@ def _exchange_with_one_tag(transport: Transport, rank: int) -> None:
         assert torch.equal(received, tensor)
 
 
-@pytest.mark.cpu_only("it is about messages of gloo and of shared memory")
-def test_received_tensors_equal_the_sent_ones() -> None:
-    run_ranks(2, exchange)
-
-
 _OF_NCCL = {torch.uint8, torch.int8, torch.bool, torch.int32, torch.int64, *(t.dtype for t in TENSORS)} - {
     torch.complex64
 }
@@ -142,11 +138,6 @@ def exchange_as_on_nccl(rank: int) -> None:
                 continue
             received = transport.post_receive(layout, 0, Direction.ACTIVATION, 0)()
             assert (received.dtype, received.stride(), received.tolist()) == (dtype, layout.stride, tensor.tolist())
-    parallel_state.destroy_model_parallel()
-
-
-def test_dtypes_that_nccl_does_not_have_are_sent_as_bytes() -> None:
-    run_ranks(2, exchange_as_on_nccl)
 
 
 def test_a_large_message_is_posted_ahead_and_a_small_one_holds_no_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -176,24 +167,6 @@ def test_a_large_message_is_posted_ahead_and_a_small_one_holds_no_tensor(monkeyp
         assert (held is message) == (numbers == 5)
 
 
-def exchange_metadata(rank: int) -> None:
-    transport = make_transport()
-    layouts = {"hidden": layout_of((TENSORS[1], None, {"mask": TENSORS[3]}))}
-    if rank == 0:
-        transport.send_object(layouts, 1, 0, Direction.ACTIVATION)
-        transport.finish()
-    else:
-        received = transport.receive_object(0, 0, Direction.ACTIVATION)
-        assert received == layouts
-        built = received["hidden"].build([TENSORS[1], TENSORS[3]])
-        assert built[1] is None
-        assert built[2]["mask"] is TENSORS[3]
-
-
-def test_received_layouts_equal_the_sent_ones() -> None:
-    run_ranks(2, exchange_metadata)
-
-
 def send_from_another_device(rank: int) -> None:
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
     group = parallel_state.get_pipeline_model_parallel_group()
@@ -218,11 +191,6 @@ def send_from_another_device(rank: int) -> None:
     else:
         assert transport.post_receive(layout, 0, Direction.ACTIVATION, 0)().device.type == "meta"
     assert seen == [torch.device("cpu")]
-
-
-@pytest.mark.cpu_only("it is about messages of gloo and of shared memory")
-def test_gloo_is_only_ever_given_host_memory() -> None:
-    run_ranks(2, send_from_another_device)
 
 
 def exchange_through_host(rank: int) -> None:
@@ -255,11 +223,6 @@ def exchange_through_host(rank: int) -> None:
         work.wait()
 
 
-@pytest.mark.cpu_only("it is about messages of gloo and of shared memory")
-def test_tensors_of_another_device_go_through_host_memory_and_shared_memory() -> None:
-    run_ranks(2, exchange_through_host)
-
-
 def receive_in_another_order(rank: int) -> None:
     """Messages of a first step between two ranks with several stages each, received in another order."""
     transport = make_transport()
@@ -279,11 +242,6 @@ def receive_in_another_order(rank: int) -> None:
         assert torch.equal(arrived(), TENSORS[0] + direction)
 
 
-@pytest.mark.cpu_only("it is about messages of gloo and of shared memory")
-def test_activations_gradients_and_metadata_of_one_tag_do_not_mix() -> None:
-    run_ranks(2, receive_in_another_order)
-
-
 def exchange_in_order(rank: int) -> None:
     """Messages without tags, of both directions in one group: matched by their order alone."""
     use_nccl_rules()
@@ -300,28 +258,27 @@ def exchange_in_order(rank: int) -> None:
 
 
 @pytest.mark.cpu_only("it is about messages of gloo and of shared memory")
-def test_messages_without_tags_are_matched_by_their_order() -> None:
-    run_ranks(2, exchange_in_order)
+def test_received_tensors_equal_the_sent_ones() -> None:
+    """The last two replace functions of their process."""
+    run_in_turn(2, receive_in_another_order, send_from_another_device, exchange, exchange_in_order)
+    run_ranks(2, exchange_through_host)
 
 
-DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64]
+def test_dtypes_that_nccl_does_not_have_are_sent_as_bytes() -> None:
+    run_ranks(2, exchange_as_on_nccl)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", [(), (1,), (2, 3, 4)])
-def test_a_mark_is_seen_and_no_other_value_is_one(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-    like = torch.ones(shape, dtype=dtype)
-
-    mark = mark_like(like)
-    assert mark.dtype == dtype
-    assert mark.shape == shape
-    assert is_mark(mark)
-    assert torch.isnan(mark).all()
-    for value in (0.0, 1.0, float("nan"), float("inf")):
-        other = like * value
-        assert not is_mark(other)
-        assert not is_mark(-other)
-        assert not is_mark(other - other)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64])
+def test_a_mark_is_seen_and_no_other_value_is_one(dtype: torch.dtype) -> None:
+    for shape in ((), (1,), (2, 3, 4)):
+        like = torch.ones(shape, dtype=dtype)
+        mark = mark_like(like)
+        assert (mark.dtype, mark.shape) == (dtype, shape)
+        assert is_mark(mark)
+        assert torch.isnan(mark).all()
+        for value in (0.0, 1.0, float("nan"), float("inf")):
+            other = like * value
+            assert not any(map(is_mark, (other, -other, other - other)))
 
 
 def test_the_memory_of_a_mark_has_the_strides_of_the_tensor() -> None:

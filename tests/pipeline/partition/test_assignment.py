@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from nxdpp.pipeline.partition.assignment import assign_nodes, check_layers_ran, parameter_owners, parameters_used
+from nxdpp.pipeline.partition.assignment import assign_nodes, check_layers_ran
 from tests.support.in_process import InProcessPipeline
 from tests.support.traced_models import PlainLayer, PlainModel, make_inputs, make_model, options_for, trace_with
 
@@ -30,11 +30,11 @@ def test_layers_and_modules_around_them() -> None:
     assert "model_model_rotary_emb" not in stages
 
 
-@pytest.mark.parametrize("architecture", ["llama", "gpt2", "bert", "mixtral"])
+@pytest.mark.parametrize("architecture", ["tied_llama", "gpt2"])
 def test_every_parameter_has_an_owner(architecture: str) -> None:
     model = make_model(architecture)
 
-    owners = InProcessPipeline(model, 4, make_inputs(architecture)).partition.owners
+    owners = InProcessPipeline(model, 4, make_inputs(architecture.removeprefix("tied_"))).partition.owners
 
     assert owners.keys() == dict(model.named_parameters(remove_duplicate=False)).keys()
     assert all(owners.values())
@@ -42,13 +42,8 @@ def test_every_parameter_has_an_owner(architecture: str) -> None:
         for index in range(4):
             if f"layer.{index}." in name or f"layers.{index}." in name or f"h.{index}." in name:
                 assert stages == {index}
-
-
-def test_a_tied_weight_has_both_stages() -> None:
-    owners = InProcessPipeline(make_model("tied_llama"), 3, make_inputs("llama")).partition.owners
-
-    assert owners["model.embed_tokens.weight"] == {0}
-    assert owners["lm_head.weight"] == {2}
+    if architecture == "tied_llama":
+        assert (owners["model.embed_tokens.weight"], owners["lm_head.weight"]) == ({0}, {3})
 
 
 def test_an_unused_parameter_follows_the_parameter_before() -> None:
@@ -161,17 +156,6 @@ def test_a_node_with_parameters_of_two_stages_is_refused() -> None:
 
     with pytest.raises(ValueError, match="head needs parameters that are on different stages"):
         assign_nodes(chain.cut.traced, model, chain.partition.layer_stages, 2, owners)
-
-
-def test_the_parameters_a_node_needs() -> None:
-    model = SharedProjection()
-    chain = InProcessPipeline(model, 2, X, options_for(model, PlainLayer))
-    used = {node.name: parameters_used(node, model) for node in chain.cut.traced.graph.nodes}
-
-    assert used["model_embedding"] == ["embedding.weight", "embedding.bias"]
-    assert used["mul"] == ["scale"]
-    assert used["x"] == []
-    assert parameter_owners({}, PlainModel())["embedding.weight"] == {0}
 
 
 def test_layers_must_run_once_and_in_order() -> None:

@@ -65,8 +65,7 @@ def albert(groups: int) -> Any:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("groups", [1, 2])
-@pytest.mark.parametrize("layer_class", [None, "AlbertLayerGroup", "AlbertLayer"])
+@pytest.mark.parametrize(("groups", "layer_class"), [(1, None), (2, "AlbertLayer")])
 def test_a_module_for_each_time_with_shared_weights(groups: int, layer_class: str | None) -> None:
     model = albert(groups)
     message = rf"4 layers with the weights of {groups} .*num_hidden_groups=4, and let .* share their weights"

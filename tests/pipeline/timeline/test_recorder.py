@@ -1,22 +1,11 @@
-"""Recording of a step; without a recorder the engine has plain calls."""
-
-import gc
-from functools import partial
-from pathlib import Path
-from typing import Any
+"""Recording of a step."""
 
 import pytest
 import torch
 
-from nxdpp import NxDPPModel, parallel_state
-from nxdpp.pipeline.p2p.channel import LocalChannel, RemoteChannel
-from nxdpp.pipeline.runtime.engine import Engine
-from nxdpp.pipeline.runtime.stage_runner import StageRunner
-from nxdpp.pipeline.timeline.recorder import RecordedChannel, StepRecorder
+from nxdpp.pipeline.timeline.recorder import StepRecorder
 from nxdpp.schedules.actions import Action, ActionKind
 from nxdpp.schedules.timeline_file import Activity
-from tests.support.models import make, padded_batch
-from tests.support.run_ranks import run_ranks
 
 
 def test_a_computation_begins_when_its_wait_is_over() -> None:
@@ -54,21 +43,3 @@ def test_a_step_is_recorded_alone_and_on_the_other_clock() -> None:
     assert (there.start, there.end) == (here.start + 1000, here.end + 1000)
     recorder.begin(torch.device("cpu"))
     assert [event.activity for event in recorder.end(ahead=0)] == [Activity.STEP]
-
-
-def owners_of_calls(rank: int, folder: str | None) -> set[type[Any]]:
-    """Return the classes whose methods the engine calls."""
-    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
-    path = None if folder is None else f"{folder}/trace.json"
-    wrapped = NxDPPModel(make("llama"), num_microbatches=4, virtual_pipeline_size=2, trace_file_path=path)
-    wrapped.run_train(**padded_batch(4))
-    (engine,) = [found for found in gc.get_objects() if type(found) is Engine]
-    channels = [*engine._channels_in.values(), *engine._channels_out.values()]
-    plain = {type(channel) for of_stage in channels for channel in of_stage.values()} <= {RemoteChannel, LocalChannel}
-    assert plain == (folder is None)
-    return {type(getattr(call.func, "__self__", None)) for call in engine._calls if isinstance(call, partial)}
-
-
-def test_no_call_is_around_another(tmp_path: Path) -> None:
-    assert run_ranks(2, owners_of_calls, None) == [{RemoteChannel, StageRunner}] * 2
-    assert run_ranks(2, owners_of_calls, str(tmp_path)) == [{RecordedChannel, StageRunner}] * 2
