@@ -14,7 +14,6 @@ from torch.utils import checkpoint as torch_checkpoint
 from nxdpp import NxDPPModel, apply_checkpoint, parallel_state
 from tests.pipeline.in_turn import run_in_turn
 from tests.support.models import gradient_differences, make, padded_batch, reference, train_in_one_process
-from tests.support.plain_models import Base
 
 
 class Counter:
@@ -92,21 +91,6 @@ def test_gradients_are_those_of_one_process_and_the_named_layers_run_twice() -> 
         assert all(torch.equal(gradient, checkpointed[name]) for name, gradient in plain.items())
         assert len(messages) == 1
         assert "model.layers.7" in messages[0]
-
-
-class ListsNothing(Base):
-    def named_modules(self, *args: Any, **kwargs: Any) -> Any:
-        return iter([("", self)])
-
-
-def test_a_class_that_overrides_listings() -> None:
-    model = ListsNothing()
-    blocks = {f"blocks.{i}": block for i, block in enumerate(model.blocks)}
-    wrapped = SimpleNamespace(
-        rank=0, layers=list(blocks), stage_layers=[], original_module=model, local_named_modules=blocks.items
-    )
-    apply_checkpoint(wrapped, ["blocks.1"])
-    assert ["forward" in vars(block) for block in blocks.values()] == [False, True, False]
 
 
 class ByKeyword(nn.Module):

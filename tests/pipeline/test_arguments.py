@@ -1,13 +1,11 @@
 """Checks of the arguments of the constructor and of a step."""
 
 import logging
-import math
 import re
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from torch import fx, nn
 
 from nxdpp import NxDPPModel, parallel_state
@@ -49,15 +47,6 @@ def test_invalid_tracers(tracer: Any) -> None:
     with pytest.raises(ValueError, match=r"tracer_cls=.* must be 'hf', 'torch', or a subclass of torch\.fx\.Tracer"):
         arguments.check_tracer(tracer)
     arguments.check_tracer(Tracer)
-
-
-def test_functions_and_modules_may_be_in_either_list() -> None:
-    """The API guide prints ``autowrap_functions: Tuple[ModuleType]`` and ``autowrap_modules: Tuple[Callable]``."""
-    function = torch.relu
-    arguments.check_wraps([function, math], [math, function])
-    config = PipelineConfig(PlainModel(), autowrap_functions=(math,), autowrap_modules=(function, torch))
-    options = config.tracing_options()
-    assert (options.autowrap_functions, options.autowrap_modules) == ((function,), (math, torch))
 
 
 def test_methods_of_objects_are_refused() -> None:

@@ -16,7 +16,7 @@ from torch._dynamo.utils import counters
 from nxdpp import NxDPPModel, apply_checkpoint, apply_compile, parallel_state
 from nxdpp.pipeline import layer_compilation
 from nxdpp.pipeline.activation_checkpoint import is_checkpointed, remove_checkpoint
-from nxdpp.pipeline.layer_compilation import check_options, compile_modules, compiled_modules
+from nxdpp.pipeline.layer_compilation import check_options, compile_modules
 from nxdpp.pipeline.local.view import LocalView
 from nxdpp.schedules.families.registry import FAMILIES
 from tests.pipeline.runtime.scheduled_models import Chain, InPlace, Skips, copy_of, train_both
@@ -177,9 +177,9 @@ def all_families(rank: int, backend: str) -> None:
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-def test_all_families(backend: str) -> None:
-    run_ranks(2, all_families, backend)
+def test_all_families() -> None:
+    for backend in ("aot_eager", "inductor"):
+        run_ranks(2, all_families, backend)
 
 
 def compile_slowly(rank: int) -> None:
@@ -270,25 +270,6 @@ def test_dropout_repeats_in_a_recomputation_of_compiled_code() -> None:
 def test_only_a_wrapped_model_is_compiled() -> None:
     with pytest.raises(TypeError, match=r"takes a wrapped model, not a Counted: call it after NxDPPModel\(module"):
         apply_compile(Counted())
-
-
-class Head(nn.Module):
-    """Is called by another method than forward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear, self.dropout = nn.Linear(WIDTH, 1), nn.Dropout()
-
-    def loss(self, x: torch.Tensor) -> torch.Tensor:
-        return self.linear(self.dropout(x)).mean()  # type: ignore[no-any-return]
-
-
-def test_modules_below_those_without_a_forward_are_compiled() -> None:
-    outermost = [("embeddings", nn.ModuleList([Counted(), Counted()])), ("layer", Counted()), ("head", Head())]
-
-    names = [name for name, _ in compiled_modules(outermost)]
-
-    assert names == ["embeddings.0", "embeddings.1", "layer", "head.linear"]
 
 
 def test_the_limits_of_codes_grow_with_the_modules() -> None:

@@ -111,39 +111,7 @@ def evaluate_bare(rank: int) -> None:
         assert trained is None or torch.equal(trained, evaluated)
         output = wrapped.run_eval(x=x)
         assert (None if output is None else output.shape) == ((6, 4) if rank == 1 else None)
-    divide(rank)
     refuse(x, labels)
-
-
-class LossOfLlama(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.llama = make("llama", layers=2)
-
-    def forward(
-        self, input_ids: torch.Tensor, labels: torch.Tensor | None = None, num_items_in_batch: Any = None
-    ) -> torch.Tensor:
-        output = self.llama(input_ids, labels=labels, num_items_in_batch=num_items_in_batch)
-        loss: torch.Tensor = output.logits if labels is None else output.loss
-        return loss
-
-
-def divide(rank: int) -> None:
-    """The model divides by a number of items, which the user gives or nxdpp counts."""
-    batch = padded_batch(4)
-    del batch["attention_mask"]
-    items = {"num_items_in_batch": int((batch["labels"][:, 1:] != -100).sum())}
-    expected = LossOfLlama()(**batch, **items).detach()
-    for rule, given in (("microbatch", items), ("tokens", {})):
-        wrapped = NxDPPModel(LossOfLlama(), num_microbatches=2, loss_normalization=rule)
-        evaluated: Any = wrapped.run_eval(**batch, **given)
-        trained: Any = wrapped.run_train(**batch, **given)
-        if rank == 1:
-            assert torch.equal(trained, evaluated)
-            torch.testing.assert_close(evaluated, expected)
-        assert (trained is None) == (evaluated is None) == (rank == 0)
-        logits = wrapped.run_eval(input_ids=batch["input_ids"])
-        assert rank == 0 or logits.shape[:2] == batch["input_ids"].shape
 
 
 def refuse(x: torch.Tensor, labels: torch.Tensor) -> None:

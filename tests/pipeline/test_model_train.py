@@ -22,7 +22,6 @@ from tests.support.models import (
     train_in_one_process,
 )
 from tests.support.run_ranks import run_ranks
-from tests.support.traced_models import PlainLayer, PlainModel
 
 STAGES = 3
 
@@ -58,31 +57,19 @@ def accumulate(rank: int) -> None:
 
 def pass_shared(rank: int) -> None:
     start()
-    batch = padded_batch(8)
+    embeddings = torch.randn(8, 10, 32, generator=torch.Generator().manual_seed(5))
+    batch = {**padded_batch(8), "inputs_embeds": embeddings}
+    del batch["input_ids"]
     whole = reference(make("llama"))
     wrapped = wrap(make("llama"))
     positions = torch.arange(3, 13).unsqueeze(0)
-    shared: dict[str, Any] = {"position_ids": positions, "logits_to_keep": 0, "inputs_embeds": None}
+    shared: dict[str, Any] = {"position_ids": positions, "logits_to_keep": 0, "input_ids": None}
     wrapped.run_train(**batch, **shared, num_items_in_batch=17)
     for microbatch in microbatches(batch, 4):
         whole(**microbatch, **shared, num_items_in_batch=17).loss.backward()
     assert gradient_differences(wrapped, whole) == {}
     # A number that the model's control flow depends on becomes part of the graph.
     wrapped.run_train(**batch, **shared, num_items_in_batch=torch.tensor(5))
-
-
-def embeddings_in_place_of_tokens(rank: int) -> None:
-    start()
-    model = make("llama")
-    whole = reference(model)
-    batch = padded_batch(8)
-    embeddings = torch.randn(8, 10, 32, generator=torch.Generator().manual_seed(5))
-    inputs = {"inputs_embeds": embeddings, "labels": batch["labels"], "attention_mask": batch["attention_mask"]}
-    wrapped = wrap(model)
-    wrapped.run_train(**inputs)
-    train_in_one_process(whole, inputs, 4)
-    assert gradient_differences(wrapped, whole) == {}
-    assert "model.embed_tokens.weight" in dict(wrapped.local_named_parameters()) or rank > 0
 
 
 @contextmanager
@@ -127,18 +114,6 @@ def freeze_first_stage(rank: int) -> list[str]:
         train_in_one_process(whole, batch, 4)
         assert gradient_differences(wrapped, whole) == {}
     return [kind for kind, *_ in sent]
-
-
-def drop(rank: int) -> list[Any]:
-    start(2)
-    losses = []
-    for seed in (1, 1, 2):
-        wrapped = wrap(make("gpt2", dropout=0.3), broadcast_and_average_loss=True)
-        torch.manual_seed(seed)
-        losses.append(wrapped.run_train(**padded_batch(8)))
-    wrapped.eval()
-    losses += [wrapped.run_train(**padded_batch(8)) for _ in range(2)]
-    return losses
 
 
 def autocast(rank: int) -> list[tuple[str, torch.dtype]]:
@@ -193,20 +168,8 @@ def data_parallel(rank: int) -> float:
     return max(*distances, *((v - expected[n]).abs().max().item() for n, v in wrapped.local_state_dict().items()))
 
 
-def leave_averaging_to_the_optimizer(rank: int) -> None:
-    start(2)
-    model = make("llama")
-    whole = reference(model)
-    wrapped = wrap(model, use_zero1_optimizer=True)
-    batch = padded_batch(8, seed=parallel_state.get_data_parallel_rank())
-    wrapped.run_train(**batch)
-    train_in_one_process(whole, batch, 4)
-    assert gradient_differences(wrapped, whole) == {}
-
-
 def test_two_stages_and_two_replicas_train_as_one_process() -> None:
-    for distance, _ in run_in_turn(4, data_parallel, leave_averaging_to_the_optimizer):
-        assert distance < 1e-6
+    assert max(run_ranks(4, data_parallel)) < 1e-6
 
 
 def record_sends(rank: int) -> list[tuple[str, tuple[int, ...]]]:
@@ -244,40 +207,8 @@ def test_boundary_dtypes_under_autocast(sent: list[list[Any]]) -> None:
     assert [dtype for kind, dtype in second if kind == "GRADIENT"] == [torch.bfloat16] * 4 + [torch.float32] * 4
 
 
-class Skipping(nn.Module):
-    """A model whose third layer and scalar loss also use a value of the first layer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
-        self.scale = nn.Parameter(torch.ones(8))
-
-    def forward(self, x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        first = torch.tanh(self.blocks[0](x))
-        second = self.blocks[1](first)
-        third = self.blocks[2](second * first)
-        return nn.functional.mse_loss(third * self.scale + first, target)
-
-
-def skip(rank: int) -> None:
-    start()
-    torch.manual_seed(0)
-    model = Skipping()
-    whole = reference(model)
-    wrapped = wrap(model, transformer_layer_cls=nn.Linear, output_loss_value_spec=True)
-    x, target = torch.randn(8, 8), torch.randn(8, 8)
-    loss = wrapped.run_train(x=x, target=target)
-    losses = []
-    for part in microbatches({"x": x, "target": target}, 4):
-        value = whole(**part)
-        (value / 4).backward()
-        losses.append(value.detach())
-    assert loss is None or (isinstance(loss, torch.Tensor) and torch.equal(loss, torch.stack(losses).mean()))
-    assert gradient_differences(wrapped, whole) == {}
-
-
-def test_inputs_and_gradients_over_three_stages_are_those_of_one_process() -> None:
-    run_in_turn(STAGES, accumulate, pass_shared, embeddings_in_place_of_tokens, skip)
+def test_other_shapes_and_inputs_are_those_of_one_process() -> None:
+    run_in_turn(STAGES, accumulate, pass_shared)
 
 
 def train_as_in_the_guide(rank: int, return_dict: bool) -> None:
@@ -346,48 +277,5 @@ def test_values_that_skip_four_stages_cause_no_deadlock() -> None:
     run_ranks(5, reach_far)
 
 
-class Gate(nn.Module):
-    """Returns nothing until it is switched on."""
-
-    on = False
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor | None:
-        return x.mean() if self.on else None
-
-
-class Gated(PlainModel):
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate = Gate()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        gate = self.gate(x)
-        return super().forward(x if gate is None else 2 * x)
-
-
-def switch_a_module(rank: int) -> list[float | None]:
-    """Losses before and after a change of a module that another branch follows from."""
-    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
-    torch.manual_seed(0)
-    wrapped = NxDPPModel(Gated(), transformer_layer_cls=PlainLayer, num_microbatches=2)
-    losses: list[Any] = [wrapped.run_train(x=torch.ones(4, 4))]
-    wrapped.original_module.get_submodule("gate").on = True  # type: ignore[assignment]
-    wrapped.refresh()
-    losses.append(wrapped.run_train(x=torch.ones(4, 4)))
-    return [None if loss is None else loss.item() for loss in losses]
-
-
-def test_the_guide_of_nxd_dropout_and_a_changed_module() -> None:
-    torch.manual_seed(0)
-    model = Gated()
-    expected = []
-    for model.gate.on in (False, True):
-        expected.append(torch.stack([model(part) for part in torch.ones(4, 4).split(2)]).mean().item())
-    assert expected[0] != expected[1]
-    cases = (drop, switch_a_module, (train_as_in_the_guide, True), (train_as_in_the_guide, False))
-    (_, nothing, *_), (dropped, switched, *_) = run_in_turn(2, *cases)
-    assert [nothing, switched] == [[None, None], expected]
-    first, again, other, evaluated, evaluated_again = dropped
-    assert torch.equal(first, again)
-    assert not torch.equal(first, other)
-    assert torch.equal(evaluated, evaluated_again)
+def test_arguments_of_the_nxd_guide() -> None:
+    run_in_turn(2, (train_as_in_the_guide, True), (train_as_in_the_guide, False))

@@ -133,25 +133,15 @@ def test_gradients_are_those_of_the_sum(one_rank: None) -> None:
         torch.testing.assert_close(ours.grad, theirs.grad)
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"gradient_reduction": "max"}, r"gradient_reduction='max' must be 'mean'"),
-        (
-            {"gradient_reduction": "sum", "loss_normalization": "tokens", "count_items_fn": len},
-            r"gradient_reduction='sum' and loss_normalization='tokens' exclude each other",
-        ),
-    ],
-)
-def test_other_reductions_are_refused(settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        PipelineConfig(make("a loss"), **settings).check()
+def test_other_reductions_are_refused() -> None:
+    settings: dict[str, Any] = {"loss_normalization": "tokens", "count_items_fn": len}
+    with pytest.raises(ValueError, match=r"gradient_reduction='sum' and loss_normalization='tokens' exclude each"):
+        PipelineConfig(make("a loss"), gradient_reduction="sum", **settings).check()
 
 
 REFUSED: list[tuple[Any, type[Exception], str]] = [
     (samples()[:2], ValueError, r"num_microbatches=3, and was given 2 samples\. Give 3 of them"),
     (samples()[0], TypeError, r"the samples must be a list of the inputs of each microbatch, not \{"),
-    ([*samples()[:2], {"y": torch.ones(2, WIDTH)}], ValueError, r"y"),
     ([torch.ones(2, WIDTH)] * 3, TypeError, r"inputs must be a dict by name, not a Tensor"),
 ]
 

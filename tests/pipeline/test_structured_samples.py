@@ -2,17 +2,15 @@
 
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers.modeling_outputs import BaseModelOutput
 
-from nxdpp import NxDPPModel, trace_layers
-from nxdpp.tracing.values.input_dicts import close_inputs, open_inputs
+from nxdpp import NxDPPModel
 from tests.pipeline.test_samples import assert_trains_alike
 from tests.support.plain_models import WIDTH, Base
 
@@ -31,7 +29,6 @@ class Sample:
     x: Tensor
     y: Tensor
     weight: float = 0.5
-    more: list[Any] = field(default_factory=list)
 
 
 class OfAPair(Base):
@@ -94,37 +91,11 @@ def test_structures_are_exact(one_rank: None) -> None:
     assert_trains_alike(OfAPair, given, virtual_pipeline_size=2, **settings)
 
 
-def test_layers_are_traced_for_a_structure() -> None:
-    assert trace_layers(OfAPair(), {"data": pairs(0)}).even_cuts(2)
-    assert trace_layers(OfAttributes(), {"data": attributes(Sample)(0)}).costs
-
-
-def test_opened_structures_are_closed_to_new_ones() -> None:
-    x, y = pairs(0)
-    inputs = {"data": Sample(x, y, more=[Pair(x, y), (), {"k": [3, None, "text"], 1: {}}])}
-    opened = open_inputs(inputs, all_kinds=True)
-    assert [name for name, value in opened.items() if isinstance(value, Tensor)] == [
-        "data.x",
-        "data.y",
-        "data.more[0][0]",
-        "data.more[0][1]",
-    ]
-    closed = close_inputs(opened)
-    assert closed["data"] is not inputs["data"]
-    assert (closed["data"].x is x, closed["data"].weight, closed["data"].more) == (True, 0.5, inputs["data"].more)
-    assert isinstance(closed["data"].more[0], Pair)
-
-
-REFUSED: list[tuple[Any, str]] = [
-    ({1, 2}, r"input data is a set; a sample has tensors, .* dataclasses of these\. Make it one of them"),
-    ([object()], r"input data\[0\] is a object; a sample has"),
-    ({(1, 2): torch.ones(2)}, r"input data is a dict; a sample has"),
-    (BaseModelOutput(last_hidden_state=torch.ones(2)), r"input data is a BaseModelOutput; a sample has"),
-]
-
-
 def test_other_kinds_are_refused(one_rank: None) -> None:
     pipeline = NxDPPModel(OfAPair(), num_microbatches=1, virtual_pipeline_size=2)
-    for data, message in REFUSED:
+    for data, message in (
+        ({1, 2}, r"input data is a set; a sample has tensors, .* dataclasses of these\. Make it one of them"),
+        ([object()], r"input data\[0\] is a object; a sample has"),
+    ):
         with pytest.raises(TypeError, match=message):
             pipeline.steps.train_samples([{"data": data}])

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from itertools import product
 from typing import Any, cast
 
 import pytest
@@ -61,22 +60,6 @@ def transport() -> NotedTransport:
 @pytest.fixture
 def peer(transport: NotedTransport) -> Peer:
     return Peer(cast(Transport, transport), 1, PAIRS, MICROBATCHES)
-
-
-def test_both_ranks_number_the_tensors_alike() -> None:
-    first, second = Boundary(0, 1, ["hidden", "mask"], []), Boundary(0, 1, ["mask", "hidden"], [])
-    for boundary in (first, second):
-        boundary.set_layouts(LAYOUTS)
-
-    assert first.activations == second.activations
-    assert [(entry.value, entry.number) for entry in first.activations] == [("hidden", 0), ("mask", 1)]
-    assert [entry.value for entry in first.gradients] == ["hidden"]
-
-
-def test_no_two_tensors_have_one_tag(peer: Peer) -> None:
-    tags = [peer.tag(*numbers) for numbers in product(range(PAIRS), range(3), range(MICROBATCHES))]
-
-    assert len(set(tags)) == len(tags)
 
 
 def test_receives_are_posted_in_order_also_when_a_layout_is_unknown(peer: Peer, transport: NotedTransport) -> None:

@@ -72,17 +72,6 @@ def test_an_unexpected_gradient_is_refused() -> None:
     check_layout("hidden", B.detach(), layout_of(B))
 
 
-def test_a_tensor_with_two_places_is_sent_once() -> None:
-    layout = layout_of((A, {"again": A}))
-
-    first, rest = layout.build([A])
-
-    assert len(layout.tensors) == 1
-    assert rest["again"] is first
-    with pytest.raises(RuntimeError, match=r"the value hidden, .*, is now"):
-        check_layout("hidden", (A, {"again": A.clone()}), layout)
-
-
 def test_tensors_that_share_memory_are_marked() -> None:
     base = torch.zeros(4, 3)
 

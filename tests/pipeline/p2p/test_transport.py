@@ -281,13 +281,6 @@ def test_a_mark_is_seen_and_no_other_value_is_one(dtype: torch.dtype) -> None:
             assert not any(map(is_mark, (other, -other, other - other)))
 
 
-def test_the_memory_of_a_mark_has_the_strides_of_the_tensor() -> None:
-    like = torch.ones(2, 3, 4).permute(2, 0, 1)
-
-    assert mark_like(like).stride() == like.stride()
-    assert is_mark(mark_like(like))
-
-
 def test_tensors_that_cannot_be_marks() -> None:
     assert not is_mark(mark_like(torch.empty(0)))
     assert not is_mark(torch.zeros(3, dtype=torch.float8_e5m2))

@@ -6,28 +6,11 @@ import pytest
 import torch
 from torch import nn
 
-from nxdpp.pipeline.partition.assignment import assign_nodes, check_layers_ran
+from nxdpp.pipeline.partition.assignment import check_layers_ran
 from tests.support.in_process import InProcessPipeline
 from tests.support.traced_models import PlainLayer, PlainModel, make_inputs, make_model, options_for, trace_with
 
 X = {"x": torch.ones(3, 4)}
-
-
-def _stages(chain: InProcessPipeline) -> dict[str, int]:
-    return {node.name: stage for node, stage in chain.cut.assigned.items()}
-
-
-def test_layers_and_modules_around_them() -> None:
-    chain = InProcessPipeline(make_model("llama"), 2, make_inputs("llama"))
-
-    stages = _stages(chain)
-
-    assert stages["model_model_embed_tokens"] == 0
-    assert [stages[f"model_model_layers_{index}"] for index in range(4)] == [0, 0, 1, 1]
-    assert stages["model_model_norm"] == stages["model_lm_head"] == 1
-    assert "input_ids" not in stages
-    assert "create_causal_mask" not in stages
-    assert "model_model_rotary_emb" not in stages
 
 
 @pytest.mark.parametrize("architecture", ["tied_llama", "gpt2"])
@@ -145,17 +128,6 @@ def test_later_traces_run_modules_on_the_owners_of_their_parameters() -> None:
     assert chain.partition.owners["head.weight"] == {1}
     assert stages["head"] == 1
     assert stages["embedding"] == 0
-
-
-def test_a_node_with_parameters_of_two_stages_is_refused() -> None:
-    model = SharedProjection()
-    options = options_for(model, PlainLayer)
-    chain = InProcessPipeline(model, 2, X, options)
-
-    owners = {**chain.partition.owners, "head.weight": {0}, "head.bias": {1}}
-
-    with pytest.raises(ValueError, match="head needs parameters that are on different stages"):
-        assign_nodes(chain.cut.traced, model, chain.partition.layer_stages, 2, owners)
 
 
 def test_layers_must_run_once_and_in_order() -> None:

@@ -9,8 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from nxdpp import NxDPPModel, parallel_state
-from nxdpp.pipeline.arguments import check_auto_partition, check_partition
-from nxdpp.pipeline.config import PipelineConfig
+from nxdpp.pipeline.arguments import check_partition
 from tests.pipeline.in_turn import run_in_turn
 from tests.support.models import (
     gradient_differences,
@@ -105,15 +104,6 @@ def test_all_ranks_use_the_measurement_of_rank_0() -> None:
     assert run_ranks(2, train_profiled) == [["layers.0"]] * 2
 
 
-def test_layers_of_tensor_ranks_are_not_measured_on_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parallel_state, "get_tensor_model_parallel_size", lambda: 2)
-    batch = {"x": torch.empty(4, 4, device="meta")}
-    module = Sleepers(Slow(), Slow())
-    with pytest.raises(ValueError, match="over 2 tensor-parallel ranks do not run there alone"):
-        PipelineConfig(module, Slow, partition="profiled", partition_batch=batch).check()
-    PipelineConfig(module, Slow, partition="balanced", partition_batch=batch).check()
-
-
 def limit_memory(rank: int) -> tuple[list[str], list[str]]:
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
     ids = torch.empty(2, 16, dtype=torch.int64, device="meta")
@@ -167,29 +157,16 @@ BATCH = {"input_ids": torch.empty(1, 8, dtype=torch.int64, device="meta")}
 
 
 @pytest.mark.parametrize(
-    ("partition", "batch", "cuts", "auto", "message"),
+    ("partition", "batch", "limit", "cuts", "message"),
     [
-        ("best", None, None, False, "'even', 'balanced'"),
-        ("balanced", None, None, False, "needs partition_batch"),
-        ("balanced", {**BATCH, "use_cache": False}, None, False, r"other values: \['use_cache'\]"),
-        ("balanced", BATCH, ["model.layers.0"], False, "pipeline_cuts exclude each other"),
-        ("balanced", BATCH, None, True, "auto_partition=True, .* exclude each other"),
-        ("even", {}, None, False, "needs partition_batch: the inputs of one microbatch"),
+        ("best", None, None, None, "'even', 'balanced'"),
+        ("balanced", None, None, None, "needs partition_batch"),
+        ("balanced", {**BATCH, "use_cache": False}, None, None, r"other values: \['use_cache'\]"),
+        ("balanced", BATCH, None, ["model.layers.0"], "pipeline_cuts exclude each other"),
+        ("even", None, 10, None, "consider no memory"),
+        ("balanced", BATCH, 1.5, None, "whole number of bytes"),
     ],
 )
-def test_contradicting_arguments(partition: str, batch: Any, cuts: Any, auto: bool, message: str) -> None:
-    def check() -> None:
-        check_auto_partition(auto, cuts, partition)
-        check_partition(partition, batch, None, cuts)
-
+def test_contradicting_arguments(partition: str, batch: Any, limit: Any, cuts: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        check()
-
-
-@pytest.mark.parametrize(
-    ("partition", "limit", "message"),
-    [("even", 10, "consider no memory"), ("balanced", 1.5, "whole number of bytes"), ("balanced", 0, "at least one")],
-)
-def test_invalid_memory_limits(partition: str, limit: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        check_partition(partition, None if partition == "even" else BATCH, limit, None)
+        check_partition(partition, batch, limit, cuts)

@@ -5,11 +5,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 from torch.nn import functional as F
 from transformers import AlbertConfig, AlbertForMaskedLM
 
-from nxdpp.tracing.modules.layers import find_layer_classes
 from tests.support.in_process import InProcessPipeline
 from tests.support.models import VOCABULARY, padded_batch
 from tests.support.plain_models import WIDTH, Base, Block
@@ -84,9 +82,3 @@ def test_a_module_for_each_time_with_shared_weights(groups: int, layer_class: st
     # A gradient that several runs add to is summed in another order.
     pipeline = InProcessPipeline(remedied, 2, transformer_layer_cls=layer_class)
     assert distance(pipeline, remedied, copy.deepcopy(model), padded_batch(4), 2) < TIED_ROUNDING
-
-
-def test_albert_as_a_teacher_is_no_matter() -> None:
-    torch.manual_seed(0)
-    module = nn.ModuleDict({"teacher": albert(1), "student": Preferences()})
-    assert find_layer_classes(module, Block) == (Block,)
