@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from torch import fx, nn
 
 from nxdpp import NxDPPModel, parallel_state
 from nxdpp.pipeline import arguments
@@ -14,10 +13,6 @@ from nxdpp.pipeline.config import PipelineConfig
 from tests.support.models import make
 from tests.support.run_ranks import run_ranks
 from tests.support.traced_models import PlainModel
-
-
-class Tracer(fx.Tracer):
-    """A tracer class of a user."""
 
 
 @pytest.mark.parametrize("count", [0, 1.0, "2", None, True, np.float32(2)])
@@ -40,13 +35,6 @@ def test_whole_numbers_of_numpy_are_numbers() -> None:
 def test_invalid_times_of_checks_of_inputs(name: Any) -> None:
     with pytest.raises(ValueError, match=r"check_inputs=.* must be 'first', 'always' or 'never'"):
         PipelineConfig(PlainModel(), check_inputs=name).check()
-
-
-@pytest.mark.parametrize("tracer", ["huggingface", 3, Tracer(), nn.Module])
-def test_invalid_tracers(tracer: Any) -> None:
-    with pytest.raises(ValueError, match=r"tracer_cls=.* must be 'hf', 'torch', or a subclass of torch\.fx\.Tracer"):
-        arguments.check_tracer(tracer)
-    arguments.check_tracer(Tracer)
 
 
 def test_methods_of_objects_are_refused() -> None:

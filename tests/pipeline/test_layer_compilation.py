@@ -3,6 +3,7 @@
 import copy
 import pickle
 import time
+from itertools import product
 from types import SimpleNamespace
 from typing import Any
 
@@ -94,33 +95,24 @@ def recomputation() -> None:
             assert not gradient_differences(wrapped, whole)
 
 
-def small_models(
-    families: tuple[str, ...],
-    backend: str,
-    kinds: tuple[Any, ...] = (Chain, Skips, InPlace),
-    whether_only_blocks: tuple[bool, ...] = (False, True),
-) -> None:
-    for name in families:
-        for kind in kinds:
-            for only_blocks in whether_only_blocks:
-                model: Any = make_small(kind, 4)
-                whole: Any = copy_of(model)
-                chunks = FAMILIES[name].default_chunks
-                if not only_blocks:
-                    wrapped = wrap_small(model, 4, schedule=name, virtual_pipeline_size=chunks, return_mb_loss=True)
-                    apply_compile(wrapped, backend=backend)
-                    for module in (whole.embedding, whole.head, *whole.blocks):
-                        module.compile(backend=backend)
-                else:
-                    # The weight-gradients of embedding and head can wait.
-                    for module in (*whole.blocks, *model.blocks):
-                        module.compile(backend=backend)
-                    wrapped = wrap_small(model, 4, schedule=name, virtual_pipeline_size=chunks, return_mb_loss=True)
-                for step in range(2):
-                    losses, expected = train_both(wrapped, whole, 4, step)
-                    assert losses is None or all(map(torch.equal, losses, expected))
-                differences = gradient_differences(wrapped, whole)
-                assert not differences, (name, kind.__name__, only_blocks, differences)
+def small_model(name: str, backend: str, kind: Any = Chain, only_blocks: bool = False) -> None:
+    model: Any = make_small(kind, 4)
+    whole: Any = copy_of(model)
+    chunks = FAMILIES[name].default_chunks
+    if only_blocks:
+        # The weight-gradients of embedding and head can wait.
+        for module in (*whole.blocks, *model.blocks):
+            module.compile(backend=backend)
+    wrapped = wrap_small(model, 4, schedule=name, virtual_pipeline_size=chunks, return_mb_loss=True)
+    if not only_blocks:
+        apply_compile(wrapped, backend=backend)
+        for module in (whole.embedding, whole.head, *whole.blocks):
+            module.compile(backend=backend)
+    for step in range(2):
+        losses, expected = train_both(wrapped, whole, 4, step)
+        assert losses is None or all(map(torch.equal, losses, expected))
+    differences = gradient_differences(wrapped, whole)
+    assert not differences, (name, kind.__name__, only_blocks, differences)
 
 
 def hooks() -> None:
@@ -162,8 +154,8 @@ def over_two_ranks(rank: int) -> None:
     hooks()
     comparison_with_the_module()
     recomputation()
-    small_models(("zb1p",), "aot_eager", (Chain,), (True,))
-    small_models(("zb1p",), "inductor", (Chain,), (False,))
+    small_model("zb1p", "aot_eager", only_blocks=True)
+    small_model("zb1p", "inductor")
 
 
 def test_compiled_modules_train_as_in_one_process() -> None:
@@ -173,7 +165,8 @@ def test_compiled_modules_train_as_in_one_process() -> None:
 def all_families(rank: int, backend: str) -> None:
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
     torch._dynamo.config.fail_on_recompile_limit_hit = True
-    small_models(tuple(FAMILIES), backend)
+    for name, kind, only_blocks in product(FAMILIES, (Chain, Skips, InPlace), (False, True)):
+        small_model(name, backend, kind, only_blocks)
 
 
 @pytest.mark.sweep

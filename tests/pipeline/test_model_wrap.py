@@ -103,7 +103,7 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"transformer_layer_cls": "NoSuchLayer"}, ValueError, "NoSuchLayer"),
     ({"transformer_layer_cls": nn.Conv2d}, ValueError, "has no module of that class"),
     ({"leaf_module_cls": ["LlamaModel"]}, ValueError, "holds\\s+transformer layers"),
-    ({"tracer_cls": "dynamo"}, ValueError, "'hf', 'torch'"),
+    ({"tracer_cls": nn.Module}, ValueError, r"must be 'hf', 'torch', or a subclass of torch\.fx\.Tracer"),
     ({"autowrap_functions": [nn.Linear]}, TypeError, "autowrap_functions"),
     ({"autowrap_modules": ["math"]}, TypeError, "autowrap_modules"),
     ({"output_loss_value_spec": (False, False)}, ValueError, "exactly one must be True"),

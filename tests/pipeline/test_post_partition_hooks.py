@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from nxdpp import NxDPPModel, deferred_init, load_pretrained, parallel_state
-from nxdpp.pipeline.activation_checkpoint import apply_checkpoint
 from tests.pipeline.in_turn import run_in_turn
 from tests.support.models import gradient_differences, make, padded_batch, reference, train_in_one_process
 
@@ -128,42 +127,6 @@ def compare(rank: int, name: str, change: Change, place: Place) -> None:
     assert rank == 0 or torch.equal(evaluated, expected)
 
 
-def apply_checkpoint_as_a_hook(rank: int) -> None:
-    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
-    model = make("llama", layers=2)
-    whole = reference(model)
-    calls: list[NxDPPModel] = []
-    wrapped = NxDPPModel(model, num_microbatches=2, post_partition_hooks=(h for h in (apply_checkpoint, calls.append)))  # type: ignore[arg-type]
-    assert calls == [wrapped]
-    layers = [dict(wrapped.local_named_modules())[name] for name in wrapped.stage_layers]
-    assert all(isinstance(layer.forward, functools.partial) for layer in layers)
-    wrapped.run_train(**padded_batch(4))
-    train_in_one_process(whole, padded_batch(4), 2)
-    assert gradient_differences(wrapped, whole) == {}
-
-
-def step_first(rank: int) -> None:
-    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
-    model = make("llama", layers=2)
-    whole = reference(model)
-
-    def hook(wrapped: NxDPPModel) -> None:
-        wrapped.run_train(**padded_batch(4))
-        adapt_head(wrapped.local_module)
-
-    wrapped = NxDPPModel(model, num_microbatches=2, post_partition_hooks=[hook])
-    train_in_one_process(whole, padded_batch(4), 2)
-    adapt_head(whole)
-    wrapped.run_train(**padded_batch(4))
-    train_in_one_process(whole, padded_batch(4), 2)
-    enclose_layers(wrapped.local_module)
-    enclose_layers(whole)
-    wrapped.refresh()
-    wrapped.run_train(**padded_batch(4))
-    train_in_one_process(whole, padded_batch(4), 2)
-    assert gradient_differences(wrapped, whole) == {}
-
-
 def adapt(tree: nn.Module) -> None:
     adapt_layers(tree)
     adapt_head(tree)
@@ -244,8 +207,6 @@ def test_changes_train_as_in_one_process(tmp_path: Path) -> None:
     run_in_turn(
         2,
         *((compare, *case) for case in CASES),
-        apply_checkpoint_as_a_hook,
-        step_first,
         *((adapt_on_meta, str(tmp_path), built) for built in ("deferred", "meta")),
         refuse,
     )

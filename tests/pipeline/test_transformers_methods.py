@@ -139,18 +139,11 @@ def test_layers_are_recomputed_from_enable_to_disable(ranks: list[dict[str, Any]
         assert rank["checkpointing"] == [(2, False), (4, True), (2, False), True, False]
 
 
-def test_a_saved_model_generates_in_one_process(ranks: list[dict[str, Any]], directory: Path) -> None:
+def test_a_saved_model_loads_in_one_process(ranks: list[dict[str, Any]], directory: Path) -> None:
     torch.manual_seed(0)
-    made: Any = llama()
     loaded: Any = LlamaForCausalLM.from_pretrained(directory)
-    expected = made.generate(PROMPT, do_sample=False, max_new_tokens=4)
-    assert torch.equal(loaded.generate(PROMPT, do_sample=False, max_new_tokens=4), expected)
-
-
-def test_an_attribute_that_is_set_inside_is_used_after_refresh(ranks: list[dict[str, Any]]) -> None:
-    before, after = ranks[1]["loss functions"]
-    assert before != 7.0
-    assert after == 7.0
+    for name, parameter in llama().named_parameters():
+        assert torch.equal(loaded.get_parameter(name), parameter), name
 
 
 def test_one_rank_answers_as_the_model_itself(one_rank: None) -> None:

@@ -1,7 +1,6 @@
 """Channels: numbering of tensors and tags, order of receives, limit of sends in flight."""
 
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
 from typing import Any, cast
 
 import pytest
@@ -9,7 +8,7 @@ import torch
 
 from nxdpp.pipeline.p2p.channel import Peer, RemoteChannel
 from nxdpp.pipeline.p2p.layout import Boundary, ValueLayout, layout_of
-from nxdpp.pipeline.p2p.transport import Direction, Transport, are_zeros, is_mark
+from nxdpp.pipeline.p2p.transport import Direction, Transport
 from nxdpp.ranks.faults.waits import Wait
 
 HIDDEN = torch.randn(2, 3, 4, requires_grad=True)
@@ -95,26 +94,3 @@ def test_in_the_global_order_a_first_step_has_the_limit_too(transport: NotedTran
     for microbatch in range(3):
         channel.give(Direction.ACTIVATION, microbatch, [HIDDEN.detach()])
     assert transport.waited == [peer.tag(0, 0, 0)]
-
-
-@pytest.mark.parametrize("in_host_memory", [True, False])
-def test_a_missing_gradient_of_a_later_step_is_a_mark_where_it_is_seen_and_otherwise_refused(
-    peer: Peer, transport: NotedTransport, in_host_memory: bool
-) -> None:
-    transport.is_in_host_memory = in_host_memory
-    channel = RemoteChannel(Boundary(0, 1, ["hidden"], []), peer, 0, None)
-    channel.boundary.set_layouts(LAYOUTS)
-
-    def run_step(missing: int) -> None:
-        transport.sent.clear()
-        for microbatch in range(MICROBATCHES):
-            channel.give(Direction.GRADIENT, microbatch, [None if microbatch < missing else HIDDEN.detach()])
-        channel.finish()
-
-    run_step(0)
-    run_step(MICROBATCHES - 1)
-    assert [is_mark(tensor) for tensor in transport.sent] == [in_host_memory] * (MICROBATCHES - 1) + [False]
-    assert in_host_memory != all(are_zeros(tensor) for tensor in transport.sent[:-1])
-    with nullcontext() if in_host_memory else pytest.raises(RuntimeError, match=r"does not depend on hidden.*refresh"):
-        run_step(MICROBATCHES)
-    run_step(1)

@@ -140,59 +140,6 @@ def exchange_as_on_nccl(rank: int) -> None:
             assert (received.dtype, received.stride(), received.tolist()) == (dtype, layout.stride, tensor.tolist())
 
 
-def test_a_large_message_is_posted_ahead_and_a_small_one_holds_no_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[str] = []
-
-    class Noted:
-        """A group and a link in one."""
-
-        def send(self, message: Any, *_: int) -> bool:
-            calls.append("link" if isinstance(message, torch.Tensor) else "gloo")
-            return True
-
-        def recv(self, *_: Any) -> Any:
-            calls.append("posted")
-
-    groups = OneGroup(Noted())
-    monkeypatch.setattr(groups, "links", {1: Noted()})
-    monkeypatch.setattr(torch.distributed, "get_rank", lambda _: 0)
-    monkeypatch.setattr(transport_module, "LARGEST_SLOT", 16)
-    transport = Transport(cast(TransferGroups, groups), cast(Any, None), torch.device("cpu"))
-    for numbers, expected in ((4, ["link"]), (5, ["posted", "gloo"])):
-        calls.clear()
-        message = torch.ones(numbers)
-        transport.post_receive(layout_of(message).tensors[0], 1, Direction.ACTIVATION, 0)
-        _, held = transport.send(message, 1, Direction.ACTIVATION, 0)
-        assert calls == expected
-        assert (held is message) == (numbers == 5)
-
-
-def send_from_another_device(rank: int) -> None:
-    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
-    group = parallel_state.get_pipeline_model_parallel_group()
-    seen: list[torch.device] = []
-
-    class Recording:
-        """A process group that notes the devices of sent and received tensors."""
-
-        def send(self, tensors: list[torch.Tensor], destination: int, tag: int) -> object:
-            seen.extend(tensor.device for tensor in tensors)
-            return group.send(tensors, destination, tag)
-
-        def recv(self, tensors: list[torch.Tensor], source: int, tag: int) -> object:
-            seen.extend(tensor.device for tensor in tensors)
-            return group.recv(tensors, source, tag)
-
-    transport = Transport(cast(TransferGroups, OneGroup(Recording())), group, torch.device("meta"))
-    layout = layout_of(TENSORS[0]).tensors[0]
-    if rank == 0:
-        work, _ = transport.send(TENSORS[0], 1, Direction.ACTIVATION, 0)
-        work.wait()
-    else:
-        assert transport.post_receive(layout, 0, Direction.ACTIVATION, 0)().device.type == "meta"
-    assert seen == [torch.device("cpu")]
-
-
 def exchange_through_host(rank: int) -> None:
     """Both ranks send from the thread of another device's sends, while the main thread receives."""
 
@@ -260,7 +207,7 @@ def exchange_in_order(rank: int) -> None:
 @pytest.mark.cpu_only("it is about messages of gloo and of shared memory")
 def test_received_tensors_equal_the_sent_ones() -> None:
     """The last two replace functions of their process."""
-    run_in_turn(2, receive_in_another_order, send_from_another_device, exchange, exchange_in_order)
+    run_in_turn(2, receive_in_another_order, exchange, exchange_in_order)
     run_ranks(2, exchange_through_host)
 
 

@@ -8,25 +8,9 @@ from torch import nn
 
 from nxdpp.pipeline.partition.assignment import check_layers_ran
 from tests.support.in_process import InProcessPipeline
-from tests.support.traced_models import PlainLayer, PlainModel, make_inputs, make_model, options_for, trace_with
+from tests.support.traced_models import PlainLayer, PlainModel, options_for, trace_with
 
 X = {"x": torch.ones(3, 4)}
-
-
-@pytest.mark.parametrize("architecture", ["tied_llama", "gpt2"])
-def test_every_parameter_has_an_owner(architecture: str) -> None:
-    model = make_model(architecture)
-
-    owners = InProcessPipeline(model, 4, make_inputs(architecture.removeprefix("tied_"))).partition.owners
-
-    assert owners.keys() == dict(model.named_parameters(remove_duplicate=False)).keys()
-    assert all(owners.values())
-    for name, stages in owners.items():
-        for index in range(4):
-            if f"layer.{index}." in name or f"layers.{index}." in name or f"h.{index}." in name:
-                assert stages == {index}
-    if architecture == "tied_llama":
-        assert (owners["model.embed_tokens.weight"], owners["lm_head.weight"]) == ({0}, {3})
 
 
 def test_an_unused_parameter_follows_the_parameter_before() -> None:

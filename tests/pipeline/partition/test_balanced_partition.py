@@ -10,6 +10,7 @@ from torch import nn
 
 from nxdpp import NxDPPModel, parallel_state
 from nxdpp.pipeline.arguments import check_partition
+from nxdpp.pipeline.config import PipelineConfig
 from tests.pipeline.in_turn import run_in_turn
 from tests.support.models import (
     gradient_differences,
@@ -102,6 +103,13 @@ def train_profiled(rank: int) -> list[str]:
 
 def test_all_ranks_use_the_measurement_of_rank_0() -> None:
     assert run_ranks(2, train_profiled) == [["layers.0"]] * 2
+
+
+def test_layers_of_tensor_ranks_are_not_measured_on_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parallel_state, "get_tensor_model_parallel_size", lambda: 2)
+    batch = {"x": torch.empty(4, 4, device="meta")}
+    with pytest.raises(ValueError, match="over 2 tensor-parallel ranks do not run there alone"):
+        PipelineConfig(Sleepers(Slow(), Slow()), Slow, partition="profiled", partition_batch=batch).check()
 
 
 def limit_memory(rank: int) -> tuple[list[str], list[str]]:
