@@ -74,7 +74,7 @@ def names_and_codes() -> None:
 
 def recomputation() -> None:
     # An ordinary backward is first: what it compiles may overwrite what it has saved.
-    for schedule in ("1f1b", "zb1p"):
+    for schedule in ("1f1b", "zb-h1"):
         model = make("llama", layers=2)
         whole = compiled(reference(model))
         wrapped = NxDPPModel(
@@ -82,9 +82,9 @@ def recomputation() -> None:
             num_microbatches=4,
             return_mb_loss=True,
             schedule=schedule,
-            deallocate_pipeline_outputs=schedule == "zb1p",
+            deallocate_pipeline_outputs=schedule == "zb-h1",
         )
-        if schedule == "zb1p":
+        if schedule == "zb-h1":
             apply_checkpoint(wrapped)
         apply_compile(wrapped, backend="aot_eager")
         for length in (10, 11):
