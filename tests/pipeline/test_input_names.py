@@ -1,50 +1,15 @@
 """Names of inputs: unknown and mistyped ones are refused, with a remedy that is followed here."""
 
 import logging
-from typing import Any, TypedDict
 
 import pytest
 import torch
 from torch import nn
-from typing_extensions import Unpack
 
 from nxdpp import NxDPPModel
-from nxdpp.pipeline.input_names import check_exact_names, check_names, forward_names
+from nxdpp.pipeline.input_names import check_exact_names, check_names
 from tests.support.models import make, padded_batch
-from tests.support.traced_models import PlainLayer, PlainModel, make_model
-
-
-class Base(TypedDict, total=False):
-    """Keywords of a forward."""
-
-    scale: float
-
-
-class Keywords(Base, total=False):
-    """Keywords of a forward, with those of the base."""
-
-    shift_labels: torch.Tensor
-
-
-class Typed(PlainModel):
-    """A model whose keyword arguments are typed."""
-
-    def forward(self, x: torch.Tensor, target: Any = None, **kwargs: Unpack[Keywords]) -> torch.Tensor:
-        """Map ``(B, 4)`` to a loss."""
-        loss: torch.Tensor = super().forward(x) * kwargs.get("scale", 1.0)
-        return loss
-
-
-class Untyped(PlainModel):
-    """A model that passes keyword arguments on, and reads one of them."""
-
-    def forward(self, x: torch.Tensor, target: Any = None, **kwargs: Any) -> torch.Tensor:
-        """Map ``(B, 4)`` to a loss."""
-        return super().forward(x) * self.factor(kwargs)
-
-    def factor(self, options: dict[str, Any]) -> float:
-        """Read an option whose name is close to that of a parameter."""
-        return float(options.get("targets", 1.0))
+from tests.support.traced_models import PlainLayer, make_model
 
 
 class Logits(nn.Module):
@@ -62,11 +27,6 @@ class Logits(nn.Module):
         return pixels if target is None else (pixels - target).square().mean()
 
 
-def test_names_of_a_forward() -> None:
-    assert forward_names(Typed()) == (("x", "target"), ("scale", "shift_labels"), True)
-    assert forward_names(Untyped()) == (("x", "target"), (), True)
-
-
 def test_mistyped_names_that_keyword_arguments_would_swallow() -> None:
     model = make_model("llama", layers=2)
     for wrong, right in (("lables", "labels"), ("num_item_in_batch", "num_items_in_batch"), ("mask", "attention_mask")):
@@ -75,19 +35,8 @@ def test_mistyped_names_that_keyword_arguments_would_swallow() -> None:
         with pytest.raises(ValueError, match=message):
             check_names(model, [wrong, *rest], "inputs")
         check_names(model, [right, *rest], "inputs")
-
-
-def test_keyword_arguments_that_a_model_takes() -> None:
     names = ["input_ids", "labels", "num_items_in_batch", "cu_seq_lens_q", "output_router_logits"]
     check_names(make_model("mixtral", layers=2), names, "inputs")
-    check_names(Typed(), ["x", "scale"], "inputs")
-    # A method reads this option, so it is not meant for "target".
-    check_names(Untyped(), ["x", "targets"], "inputs")
-    check_names(Untyped(), ["x", "anything"], "inputs")
-    with pytest.raises(ValueError, match=r"takes no \['targt'\] \(did you mean 'target'\?\)"):
-        check_names(Untyped(), ["x", "targt"], "inputs")
-    # Without a name that it may be meant for.
-    check_names(Untyped(), ["x", "target", "targt"], "inputs")
 
 
 def test_a_keyword_that_no_forward_mentions_is_reported_once(caplog: pytest.LogCaptureFixture) -> None:

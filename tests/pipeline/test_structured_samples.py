@@ -1,6 +1,5 @@
 """Samples of any structure: each tensor in them is an input of its own."""
 
-from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -53,13 +52,6 @@ class OfAttributes(Base):
         return loss
 
 
-class OfNumbers(Base):
-    def forward(self, data: Any) -> Tensor:
-        hidden = self.through(self.blocks, self.embedding(data[0]))
-        loss: Tensor = (self.head(hidden) - data[7]).square().mean()
-        return loss
-
-
 def pairs(number: int) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(number)
     return torch.randn(2, WIDTH, generator=generator), torch.randn(2, 1, generator=generator)
@@ -79,7 +71,6 @@ CASES: tuple[tuple[type[nn.Module], Callable[[int], Any]], ...] = (
     (OfPositions, lambda number: [pairs(number)[0], ({"y": pairs(number)[1], "z": None},)]),
     (OfAttributes, attributes(Sample)),
     (OfAttributes, namespace),
-    (OfNumbers, lambda number: OrderedDict({0: pairs(number)[0], 7: pairs(number)[1]})),
 )
 
 
