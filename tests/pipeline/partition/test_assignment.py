@@ -66,54 +66,6 @@ def test_an_unused_part_before_the_layers_is_on_their_stage() -> None:
         assert torch.equal(model.get_parameter(name).grad, parameter.grad), name  # type: ignore[arg-type]
 
 
-class SharedProjection(PlainModel):
-    """A model with one projection before and after the layers, and a parameter without a module in the head."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.shared = nn.Linear(4, 4)
-        self.scale = nn.Parameter(torch.ones(4))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        hidden = self.shared(self.embedding(x))
-        for layer in self.layers:
-            hidden = layer(hidden)
-        result: torch.Tensor = self.head(self.shared(hidden) * self.scale).mean()
-        return result
-
-
-def test_a_module_used_on_two_stages_is_on_both() -> None:
-    model = SharedProjection()
-    chain = InProcessPipeline(model, 3, X, options_for(model, PlainLayer))
-
-    assert chain.partition.owners["shared.weight"] == {0, 2}
-    assert chain.partition.owners["scale"] == {2}
-    assert torch.equal(chain.forward(X), model(X["x"]))
-
-
-def test_later_traces_run_modules_on_the_owners_of_their_parameters() -> None:
-    class Optional(PlainModel):
-        def forward(self, x: torch.Tensor, early: bool = False) -> torch.Tensor:
-            hidden = self.embedding(x)
-            hidden = self.head(hidden) + hidden if early else hidden
-            for layer in self.layers:
-                hidden = layer(hidden)
-            result: torch.Tensor = (hidden if early else self.head(hidden)).mean()
-            return result
-
-    model = Optional()
-    options = options_for(model, PlainLayer)
-    chain = InProcessPipeline(model, 2, X, options)
-    traced = trace_with(model, {**X, "early": True}, options)
-
-    assigned_stages = chain.partition.assign(traced)
-
-    stages = {node.target: stage for node, stage in assigned_stages.items() if node.op == "call_module"}
-    assert chain.partition.owners["head.weight"] == {1}
-    assert stages["head"] == 1
-    assert stages["embedding"] == 0
-
-
 def test_layers_must_run_once_and_in_order() -> None:
     class Reversed(PlainModel):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
