@@ -12,9 +12,8 @@ from torch.utils import _pytree as pytree
 from torch.utils import checkpoint as torch_checkpoint
 
 from nxdpp import NxDPPModel, apply_checkpoint, parallel_state
+from tests.pipeline.in_turn import run_in_turn
 from tests.support.models import gradient_differences, make, padded_batch, reference, train_in_one_process
-from tests.support.plain_models import Base
-from tests.support.run_ranks import run_ranks
 
 
 class Counter:
@@ -54,18 +53,6 @@ def checkpoint_layers(rank: int, layers: list[str] | None) -> dict[str, int]:
     return counter.calls
 
 
-def test_every_layer_runs_twice_with_equal_gradients() -> None:
-    first, second = run_ranks(2, checkpoint_layers, None)
-    assert first == {"model.layers.0": 8, "model.layers.1": 8}
-    assert second == {"model.layers.2": 8, "model.layers.3": 8}
-
-
-def test_only_the_named_layers_run_twice() -> None:
-    first, second = run_ranks(2, checkpoint_layers, ["model.layers.1", "model.layers.2"])
-    assert first == {"model.layers.0": 4, "model.layers.1": 8}
-    assert second == {"model.layers.2": 8, "model.layers.3": 4}
-
-
 def drop_twice(rank: int) -> list[dict[str, torch.Tensor]]:
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
     gradients = []
@@ -77,12 +64,6 @@ def drop_twice(rank: int) -> list[dict[str, torch.Tensor]]:
         wrapped.run_train(**padded_batch(8))
         gradients.append({n: p.grad for n, p in wrapped.local_named_parameters() if p.grad is not None})
     return gradients
-
-
-def test_dropout_is_the_same_in_the_recomputation() -> None:
-    for plain, checkpointed in run_ranks(2, drop_twice):
-        assert plain.keys() == checkpointed.keys()
-        assert all(torch.equal(gradient, checkpointed[name]) for name, gradient in plain.items())
 
 
 def collect_warnings(rank: int) -> list[str]:
@@ -100,26 +81,16 @@ def collect_warnings(rank: int) -> list[str]:
     return messages
 
 
-def test_warning_for_unknown_names() -> None:
-    for messages in run_ranks(2, collect_warnings):
+def test_gradients_are_those_of_one_process_and_the_named_layers_run_twice() -> None:
+    cases = ((checkpoint_layers, None), (checkpoint_layers, ["model.layers.1", "model.layers.2"]))
+    first, second = run_in_turn(2, *cases, drop_twice, collect_warnings)
+    assert first[:2] == [{"model.layers.0": 8, "model.layers.1": 8}, {"model.layers.0": 4, "model.layers.1": 8}]
+    assert second[:2] == [{"model.layers.2": 8, "model.layers.3": 8}, {"model.layers.2": 8, "model.layers.3": 4}]
+    for *_, (plain, checkpointed), messages in (first, second):
+        assert plain.keys() == checkpointed.keys()
+        assert all(torch.equal(gradient, checkpointed[name]) for name, gradient in plain.items())
         assert len(messages) == 1
         assert "model.layers.7" in messages[0]
-        assert "do not exist" in messages[0]
-
-
-class ListsNothing(Base):
-    def named_modules(self, *args: Any, **kwargs: Any) -> Any:
-        return iter([("", self)])
-
-
-def test_a_class_that_overrides_listings() -> None:
-    model = ListsNothing()
-    blocks = {f"blocks.{i}": block for i, block in enumerate(model.blocks)}
-    wrapped = SimpleNamespace(
-        rank=0, layers=list(blocks), stage_layers=[], original_module=model, local_named_modules=blocks.items
-    )
-    apply_checkpoint(wrapped, ["blocks.1"])
-    assert ["forward" in vars(block) for block in blocks.values()] == [False, True, False]
 
 
 class ByKeyword(nn.Module):

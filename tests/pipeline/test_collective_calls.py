@@ -5,9 +5,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from nxdpp import GradScaler, NxDPPModel, parallel_state, save_pretrained
+from nxdpp import NxDPPModel, parallel_state, save_pretrained
 from nxdpp.ranks.exchange import Exchange
 from nxdpp.ranks.faults.board import Call, board
 from tests.support.models import make, padded_batch
@@ -19,7 +18,6 @@ CASES: dict[str, Callable[[NxDPPModel, Path], Any]] = {
     "eval_samples": lambda wrapped, _: wrapped.steps.eval_samples([padded_batch(2)] * 2),
     "train_microbatches": lambda wrapped, _: wrapped.steps.train_microbatches([padded_batch(2)] * 2),
     "eval_microbatches": lambda wrapped, _: wrapped.steps.eval_microbatches([padded_batch(2)] * 2),
-    "mean_loss": lambda wrapped, _: wrapped.steps.mean_loss([torch.ones(())]),
     "average_gradients": lambda wrapped, _: wrapped.steps.average_gradients(),
     "move_model_to_device": lambda wrapped, _: wrapped.move_model_to_device(),
     "save_pretrained": lambda wrapped, folder: save_pretrained(wrapped, folder),
@@ -64,12 +62,3 @@ def test_a_collective_call_is_on_the_board(
 
     # The replicas compare this number before they average.
     assert board.training_steps() - before == (name in TRAINING_STEPS)
-
-
-def test_a_step_of_the_grad_scaler_is_on_the_board(wrapped: NxDPPModel, outermost: list[str]) -> None:
-    scaler = GradScaler("cpu")
-    model = NxDPPModel(make("llama", layers=2), num_microbatches=2, grad_scaler=scaler)
-    optimizer = torch.optim.SGD(model.local_parameters(), lr=0.1)
-    model.run_train(**padded_batch(4))
-    scaler.step(optimizer)
-    assert outermost == ["run_train", "GradScaler.unscale_"]

@@ -1,6 +1,6 @@
-"""First trace in the first step, or in ``trace``, over ranks: eager, meta and deferred models, and replicas."""
+"""First trace in the first step, or in ``trace``, over ranks: eager, meta and deferred models."""
 
-from collections.abc import Callable
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -8,16 +8,10 @@ import torch
 from torch import nn
 
 from nxdpp import NxDPPModel, deferred_init, parallel_state
+from tests.pipeline.in_turn import run_in_turn
 from tests.support.models import gradient_differences, make, microbatches, padded_batch
 from tests.support.plain_models import Block
-from tests.support.run_ranks import run_ranks
 from tests.support.sized_models import DynamicImages, ShortFirst, images, train_whole, vectors
-
-BUILDERS: dict[str, Callable[[], nn.Module]] = {
-    "eager": DynamicImages,
-    "deferred": lambda: deferred_init(DynamicImages),
-    "traced before a move": lambda: deferred_init(DynamicImages),
-}
 
 
 def train(rank: int, how: str) -> tuple[bool, dict[str, Any], bool]:
@@ -26,7 +20,7 @@ def train(rank: int, how: str) -> tuple[bool, dict[str, Any], bool]:
     whole: nn.Module = DynamicImages()
     seen: list[list[str]] = []
     wrapped = NxDPPModel(
-        BUILDERS[how](),
+        DynamicImages() if how == "eager" else deferred_init(DynamicImages),
         Block,
         num_microbatches=2,
         broadcast_and_average_loss=True,
@@ -51,25 +45,6 @@ def train(rank: int, how: str) -> tuple[bool, dict[str, Any], bool]:
     return same, differences, evaluation is None or torch.equal(evaluation, expected)
 
 
-@pytest.mark.parametrize("how", BUILDERS)
-def test_a_model_that_asks_for_sizes_trains_exactly(how: str) -> None:
-    assert run_ranks(2, train, how) == [(True, {}, True)] * 2
-
-
-def train_replicas(rank: int) -> dict[str, Any]:
-    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
-    whole: nn.Module = ShortFirst()
-    wrapped = NxDPPModel(ShortFirst(), Block, num_microbatches=1)
-    wrapped.run_train(**vectors(8))
-    train_whole(whole, vectors(8), 1)
-    return gradient_differences(wrapped, whole)
-
-
-def test_replicas_train_exactly() -> None:
-    """Both replicas have the same batch, so the average is exact."""
-    assert run_ranks(4, train_replicas) == [{}] * 4
-
-
 def refuse_another_order(rank: int) -> tuple[str, bool]:
     """A step of another order is refused before anything is sent: the next one runs."""
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
@@ -85,42 +60,39 @@ def refuse_another_order(rank: int) -> tuple[str, bool]:
     return str(caught.value), not gradient_differences(wrapped, whole)
 
 
-def test_another_order_is_refused_by_all_ranks_alike() -> None:
-    (first, exact), other = run_ranks(2, refuse_another_order)
+def test_a_model_that_asks_for_sizes_trains_exactly_and_another_order_is_refused() -> None:
+    cases = [(train, how) for how in ("eager", "traced before a move")]
+    (*first, (message, exact)), (*second, other) = run_in_turn(2, *cases, refuse_another_order)
+    assert first == second == [(True, {}, True)] * 2
     assert exact
-    assert other == (first, True)
+    assert other == (message, True)
 
 
-def test_trace_needs_no_values_and_no_other_process() -> None:
+@pytest.fixture
+def two_ranks() -> Iterator[None]:
     parallel_state.initialize_debug(pipeline_model_parallel_size=2)
-    try:
-        with torch.device("meta"):
-            model = make("llama")
-        wrapped = NxDPPModel(model, num_microbatches=2)
-        wrapped.trace(**padded_batch(4))
-        wrapped.eval()
-        wrapped.trace(**{name: value.to("meta") for name, value in padded_batch(4).items()})
-        with pytest.raises(ValueError, match=r"a batch of 3 .* does not divide"):
-            wrapped.trace(**padded_batch(3))
-        with pytest.raises(ValueError, match=r"needs \['y'\], too"):
-            NxDPPModel(ShortFirst(), Block).trace(x=torch.ones(2, 4))
-        with pytest.raises(TypeError, match=r"by name, and were given 1 positional"):
-            wrapped.trace(torch.ones(4, 4))
-    finally:
-        parallel_state.destroy_model_parallel()
+    yield
+    parallel_state.destroy_model_parallel()
 
 
-def test_an_input_without_a_default_is_missed_by_name() -> None:
-    parallel_state.initialize_debug(pipeline_model_parallel_size=2)
-    try:
-        with pytest.raises(ValueError, match=r"input_names: ShortFirst\.forward needs \['y'\], too"):
-            NxDPPModel(ShortFirst(), Block, input_names=["x"])
-        with pytest.raises(ValueError, match=r"partition_batch: ShortFirst\.forward needs \['y'\], too"):
-            NxDPPModel(ShortFirst(), Block, partition_batch={"x": torch.ones(2, 4)})
-        wrapped = NxDPPModel(ShortFirst(), Block, input_names=["x", "y"])
-        wrapped.trace(**vectors(8))
-        wrapped = NxDPPModel(ShortFirst(), Block)
-        with pytest.raises(ValueError, match=r"inputs: ShortFirst\.forward needs \['y'\], too"):
-            wrapped.trace(x=torch.ones(2, 4))
-    finally:
-        parallel_state.destroy_model_parallel()
+def test_trace_needs_no_values_and_no_other_process(two_ranks: None) -> None:
+    with torch.device("meta"):
+        model = make("llama", layers=2)
+    wrapped = NxDPPModel(model, num_microbatches=2)
+    wrapped.trace(**padded_batch(4))
+    wrapped.eval()
+    wrapped.trace(**{name: value.to("meta") for name, value in padded_batch(4).items()})
+    with pytest.raises(ValueError, match=r"a batch of 3 .* does not divide"):
+        wrapped.trace(**padded_batch(3))
+    with pytest.raises(TypeError, match=r"by name, and were given 1 positional"):
+        wrapped.trace(torch.ones(4, 4))
+
+
+def test_an_input_without_a_default_is_missed_by_name(two_ranks: None) -> None:
+    with pytest.raises(ValueError, match=r"input_names: ShortFirst\.forward needs \['y'\], too"):
+        NxDPPModel(ShortFirst(), Block, input_names=["x"])
+    with pytest.raises(ValueError, match=r"partition_batch: ShortFirst\.forward needs \['y'\], too"):
+        NxDPPModel(ShortFirst(), Block, partition_batch={"x": torch.ones(2, 4)})
+    NxDPPModel(ShortFirst(), Block, input_names=["x", "y"]).trace(**vectors(8))
+    with pytest.raises(ValueError, match=r"inputs: ShortFirst\.forward needs \['y'\], too"):
+        NxDPPModel(ShortFirst(), Block).trace(x=torch.ones(2, 4))

@@ -3,7 +3,7 @@
 import copy
 import pickle
 import time
-from collections.abc import Callable
+from itertools import product
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,65 +11,34 @@ import pytest
 import torch
 import torch._dynamo
 import torch._inductor.config
-from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch._dynamo.utils import counters
 
-from nxdpp import NxDPPModel, apply_checkpoint, apply_compile, deferred_init, parallel_state
+from nxdpp import NxDPPModel, apply_checkpoint, apply_compile, parallel_state
 from nxdpp.pipeline import layer_compilation
 from nxdpp.pipeline.activation_checkpoint import is_checkpointed, remove_checkpoint
-from nxdpp.pipeline.layer_compilation import check_options, compile_modules, compiled_modules
+from nxdpp.pipeline.layer_compilation import check_options, compile_modules
 from nxdpp.pipeline.local.view import LocalView
 from nxdpp.schedules.families.registry import FAMILIES
 from tests.pipeline.runtime.scheduled_models import Chain, InPlace, Skips, copy_of, train_both
 from tests.pipeline.runtime.scheduled_models import make as make_small
 from tests.pipeline.runtime.scheduled_models import wrap as wrap_small
-from tests.support.models import gradient_differences, llama, make, padded_batch, reference, train_in_one_process
+from tests.pipeline.test_activation_checkpoint import wrapped_layer
+from tests.support.models import gradient_differences, make, padded_batch, reference, train_in_one_process
 from tests.support.plain_models import WIDTH
 from tests.support.run_ranks import run_ranks
 
 OUTSIDE = ("embed_tokens", "norm", "lm_head")
-SPLIT = ("zb1p", "zb-v")
 
 
-def compiled(whole: Any, backend: str = "aot_eager") -> Any:
+def compiled(whole: Any) -> Any:
     """Compile the modules of the ``whole`` model that ``apply_compile`` compiles on the ranks."""
     torch._dynamo.config.recompile_limit = 64
     for name, module in whole.named_modules():
         above, _, key = name.rpartition(".")
         if (key in OUTSIDE and "layers" not in above) or above.endswith("layers"):
-            module.compile(backend=backend)
+            module.compile(backend="aot_eager")
     return whole
-
-
-def wrap(model: nn.Module, schedule: str = "1f1b", backend: str = "aot_eager", **arguments: Any) -> Any:
-    chunks = FAMILIES[schedule].default_chunks
-    wrapped = NxDPPModel(
-        model, num_microbatches=4, return_mb_loss=True, schedule=schedule, virtual_pipeline_size=chunks, **arguments
-    )
-    apply_compile(wrapped, backend=backend)
-    return wrapped
-
-
-def pair(name: str = "llama", schedule: str = "1f1b", backend: str = "aot_eager", **arguments: Any) -> Any:
-    """A wrapped model, and the model of one process, both compiled."""
-    model = make(name)
-    whole = compiled(reference(model), backend)
-    return wrap(model, schedule, backend, **arguments), whole
-
-
-def check_step(wrapped: Any, whole: nn.Module, length: int = 10, tied: bool = False) -> None:
-    """A step has the losses and gradients of one process bit for bit, but for a tied weight."""
-    batch = padded_batch(8, length)
-    losses: Any = wrapped.run_train(**batch)
-    expected = train_in_one_process(whole, batch, 4)
-    assert losses is None or all(map(torch.equal, losses, expected))
-    differences = gradient_differences(wrapped, whole)
-    if tied:
-        assert all(difference is not None and difference < 1e-6 for difference in differences.values()), differences
-        assert all("embed_tokens" in name or "lm_head" in name for name in differences), differences
-    else:
-        assert not differences, differences
 
 
 def codes() -> int:
@@ -80,8 +49,7 @@ def names_and_codes() -> None:
     """Equal layers have one code, names stay, and a second length compiles once, a third not at all."""
     torch._dynamo.reset()
     counters.clear()
-    model = make("llama")
-    wrapped = NxDPPModel(model, num_microbatches=4)
+    wrapped = NxDPPModel(make("llama"), num_microbatches=2)
     before = list(wrapped.local_state_dict()), [name for name, _ in wrapped.named_modules()]
     with pytest.raises(ValueError, match=r"torch.compile of torch .* has no \['backed'\]; it takes fullgraph, dynamic"):
         apply_compile(wrapped, backed="aot_eager")
@@ -95,7 +63,7 @@ def names_and_codes() -> None:
     assert done == ({"model.layers.2", "model.layers.3"} | last if wrapped.holds_last_stage else first)
     found = []
     for length in (10, 12, 14):
-        wrapped.run_train(**padded_batch(8, length))
+        wrapped.run_train(**padded_batch(4, length))
         found.append(codes())
     kinds = {type(module) for _, module in wrapped.local_named_modules() if module._compiled_call_impl}
     if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 14):
@@ -104,118 +72,47 @@ def names_and_codes() -> None:
     assert found[0] < found[1] == found[2], found
 
 
-def schedules(families: tuple[str, ...], backend: str = "aot_eager") -> None:
-    # An ordinary backward is first: what it compiles may overwrite what it has saved.
-    for name in families:
-        for step in range(2):
-            wrapped, whole = pair("llama", name, backend, deallocate_pipeline_outputs=name in SPLIT)
-            check_step(wrapped, whole, 10 + step)
-
-
-def evaluations_and_modes() -> None:
-    wrapped, whole = pair(schedule="zb1p")
-    check_step(wrapped, whole)
-    for module in (wrapped, whole):
-        module.eval()
-    batch = padded_batch(8)
-    result: Any = wrapped.run_eval(**batch)
-    with torch.no_grad():
-        expected = [whole(**{name: value.chunk(4)[i] for name, value in batch.items()}).loss for i in range(4)]
-    assert result is None or torch.equal(torch.as_tensor(result).mean(), torch.stack(expected).mean())
-    check_step(wrapped, whole)
-    for module in (wrapped, whole):
-        module.train()
-    with torch.autocast(torch.empty(0).device.type, torch.bfloat16):
-        check_step(wrapped, whole)
-    for model in (wrapped.original_module, whole):
-        model.get_submodule("model.layers.1").requires_grad_(False)
-        model.get_submodule("model.layers.2").mlp.requires_grad_(False)
-    wrapped.refresh()
-    wrapped.zero_grad()
-    whole.zero_grad()
-    check_step(wrapped, whole)
-
-
-def replaced_layers() -> None:
-    wrapped, whole = pair()
-    check_step(wrapped, whole)
-    torch.manual_seed(5)
-    layer = make("llama").model.layers[1]
-    for model in (wrapped.original_module, whole):
-        model.model.layers[1] = copy.deepcopy(layer)
-    wrapped.refresh()
-    check_step(wrapped, whole)
-    apply_compile(wrapped, backend="aot_eager")
-    compiled(whole)
-    check_step(wrapped, whole)
-
-
 def recomputation() -> None:
-    for first in (True, False):
-        model = make("llama")
+    # An ordinary backward is first: what it compiles may overwrite what it has saved.
+    for schedule in ("1f1b", "zb-h1"):
+        model = make("llama", layers=2)
         whole = compiled(reference(model))
-        wrapped = NxDPPModel(model, num_microbatches=4, return_mb_loss=True, schedule="zb1p")
-        if first:
+        wrapped = NxDPPModel(
+            model,
+            num_microbatches=4,
+            return_mb_loss=True,
+            schedule=schedule,
+            deallocate_pipeline_outputs=schedule == "zb-h1",
+        )
+        if schedule == "zb-h1":
             apply_checkpoint(wrapped)
-        compile_again(wrapped)
-        if not first:
-            apply_checkpoint(wrapped)
-        check_step(wrapped, whole)
+        apply_compile(wrapped, backend="aot_eager")
+        for length in (10, 11):
+            batch = padded_batch(8, length)
+            losses: Any = wrapped.run_train(**batch)
+            expected = train_in_one_process(whole, batch, 4)
+            assert losses is None or all(map(torch.equal, losses, expected))
+            assert not gradient_differences(wrapped, whole)
 
 
-def compile_again(wrapped: Any) -> None:
-    apply_compile(wrapped, backend="aot_eager")
-
-
-def other_models() -> None:
-    wrapped, whole = pair("tied_llama")
-    check_step(wrapped, whole, tied=True)
-
-    gradients: list[Any] = []
-    for is_compiled in (True, False):
-        torch.manual_seed(0)
-        deferred = NxDPPModel(deferred_init(llama), num_microbatches=4)
-        if is_compiled:
-            compile_again(deferred)
-        deferred.move_model_to_device()
-        deferred.run_train(**padded_batch(8))
-        gradients.append([parameter.grad for parameter in deferred.parameters()])
-    torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-6)
-
-    adapted: Any = get_peft_model(
-        make("llama"), LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["q_proj", "v_proj"])
-    )
-    whole = compiled(reference(adapted))
-    check_step(wrap(adapted), whole)
-
-
-def small_models(
-    families: tuple[str, ...],
-    backend: str,
-    kinds: tuple[Any, ...] = (Chain, Skips, InPlace),
-    whether_only_blocks: tuple[bool, ...] = (False, True),
-) -> None:
-    for name in families:
-        for kind in kinds:
-            for only_blocks in whether_only_blocks:
-                model: Any = make_small(kind, 4)
-                whole: Any = copy_of(model)
-                chunks = FAMILIES[name].default_chunks
-                if not only_blocks:
-                    wrapped = wrap_small(model, 4, schedule=name, virtual_pipeline_size=chunks, return_mb_loss=True)
-                    apply_compile(wrapped, backend=backend)
-                    for module in (whole.embedding, whole.head, *whole.blocks):
-                        module.compile(backend=backend)
-                else:
-                    # The weight-gradients of embedding and head can wait.
-                    for module in (*whole.blocks, *model.blocks):
-                        module.compile(backend=backend)
-                    wrapped = wrap_small(model, 4, schedule=name, virtual_pipeline_size=chunks, return_mb_loss=True)
-                for step in range(2):
-                    losses, expected = train_both(wrapped, whole, 4, step)
-                    assert losses is None or all(map(torch.equal, losses, expected))
-                differences = gradient_differences(wrapped, whole)
-                assert not differences, (name, kind.__name__, only_blocks, differences)
+def small_model(name: str, backend: str, kind: Any = Chain, only_blocks: bool = False) -> None:
+    model: Any = make_small(kind, 4)
+    whole: Any = copy_of(model)
+    chunks = FAMILIES[name].default_chunks
+    if only_blocks:
+        # The weight-gradients of embedding and head can wait.
+        for module in (*whole.blocks, *model.blocks):
+            module.compile(backend=backend)
+    wrapped = wrap_small(model, 4, schedule=name, virtual_pipeline_size=chunks, return_mb_loss=True)
+    if not only_blocks:
+        apply_compile(wrapped, backend=backend)
+        for module in (whole.embedding, whole.head, *whole.blocks):
+            module.compile(backend=backend)
+    for step in range(2):
+        losses, expected = train_both(wrapped, whole, 4, step)
+        assert losses is None or all(map(torch.equal, losses, expected))
+    differences = gradient_differences(wrapped, whole)
+    assert not differences, (name, kind.__name__, only_blocks, differences)
 
 
 def hooks() -> None:
@@ -249,51 +146,33 @@ def comparison_with_the_module() -> None:
     wrapped.run_train(x=torch.ones(4, WIDTH))
 
 
-PARTS: dict[str, Callable[[], None]] = {
-    "codes": names_and_codes,
-    "hooks": hooks,
-    "comparison": comparison_with_the_module,
-    "schedules": lambda: schedules(("zb1p",)),
-    "recomputation": recomputation,
-    "only blocks": lambda: small_models(("zb1p",), "aot_eager", (Chain,), (True,)),
-    "inductor": lambda: small_models(("zb1p",), "inductor", (Chain,), (False,)),
-}
-MORE: dict[str, Callable[[], None]] = {
-    "small models": lambda: small_models(("zb1p",), "aot_eager", (Skips, InPlace), (False,)),
-    "modes": evaluations_and_modes,
-    "replaced": replaced_layers,
-    "models": other_models,
-}
-
-
-def over_two_ranks(rank: int, names: tuple[str, ...]) -> None:
+def over_two_ranks(rank: int) -> None:
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
     # A frame that dynamo gives up runs without an error.
     torch._dynamo.config.fail_on_recompile_limit_hit = True
-    for name in names:
-        try:
-            (PARTS | MORE)[name]()
-        except Exception as error:
-            error.add_note(name)
-            raise
+    names_and_codes()
+    hooks()
+    comparison_with_the_module()
+    recomputation()
+    small_model("zb1p", "aot_eager", only_blocks=True)
+    small_model("zb1p", "inductor")
 
 
-@pytest.mark.parametrize("names", [tuple(PARTS), pytest.param(tuple(MORE), marks=pytest.mark.sweep)])
-def test_compiled_modules_train_as_in_one_process(names: tuple[str, ...]) -> None:
-    run_ranks(2, over_two_ranks, names)
+def test_compiled_modules_train_as_in_one_process() -> None:
+    run_ranks(2, over_two_ranks)
 
 
 def all_families(rank: int, backend: str) -> None:
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
     torch._dynamo.config.fail_on_recompile_limit_hit = True
-    schedules(tuple(FAMILIES), backend)
-    small_models(tuple(FAMILIES), backend)
+    for name, kind, only_blocks in product(FAMILIES, (Chain, Skips, InPlace), (False, True)):
+        small_model(name, backend, kind, only_blocks)
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-def test_all_families(backend: str) -> None:
-    run_ranks(2, all_families, backend)
+def test_all_families() -> None:
+    for backend in ("aot_eager", "inductor"):
+        run_ranks(2, all_families, backend)
 
 
 def compile_slowly(rank: int) -> None:
@@ -386,25 +265,6 @@ def test_only_a_wrapped_model_is_compiled() -> None:
         apply_compile(Counted())
 
 
-class Head(nn.Module):
-    """Is called by another method than forward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear, self.dropout = nn.Linear(WIDTH, 1), nn.Dropout()
-
-    def loss(self, x: torch.Tensor) -> torch.Tensor:
-        return self.linear(self.dropout(x)).mean()  # type: ignore[no-any-return]
-
-
-def test_modules_below_those_without_a_forward_are_compiled() -> None:
-    outermost = [("embeddings", nn.ModuleList([Counted(), Counted()])), ("layer", Counted()), ("head", Head())]
-
-    names = [name for name, _ in compiled_modules(outermost)]
-
-    assert names == ["embeddings.0", "embeddings.1", "layer", "head.linear"]
-
-
 def test_the_limits_of_codes_grow_with_the_modules() -> None:
     with torch._dynamo.config.patch(recompile_limit=8, accumulated_recompile_limit=256):
         for count in (1, 100):
@@ -414,34 +274,21 @@ def test_the_limits_of_codes_grow_with_the_modules() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("given", "of_process", "is_divided", "message"),
     [
-        ({"backend": "cudagraphs"}, "backend='cudagraphs' replays CUDA graphs"),
-        ({"mode": "reduce-overhead"}, "mode='reduce-overhead' replays CUDA graphs"),
-        ({"options": {"triton.cudagraphs": True}}, r"triton\.cudagraphs replays CUDA graphs"),
-        ({"backend": "aot_eager", "mode": "default"}, "leave them out with backend='aot_eager'"),
-        ({"backend": "eager", "options": {"triton.cudagraphs": True}}, "leave them out with backend='eager'"),
+        ({"backend": "cudagraphs"}, False, False, "backend='cudagraphs' replays CUDA graphs"),
+        ({"mode": "reduce-overhead"}, False, False, "mode='reduce-overhead' replays CUDA graphs"),
+        ({"options": {"triton.cudagraphs": True}}, False, False, r"triton\.cudagraphs replays CUDA graphs"),
+        ({}, True, False, r"torch\._inductor\.config\.triton\.cudagraphs replays CUDA graphs"),
+        ({"backend": "aot_eager", "mode": "default"}, False, False, "leave them out with backend='aot_eager'"),
+        ({"mode": "max-autotune-no-cudagraphs"}, False, True, "max_autotune chooses kernels by their times"),
     ],
 )
-def test_options_that_are_refused(given: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        check_options(given)
-
-
-def test_cuda_graphs_of_the_process_are_refused() -> None:
-    with torch._inductor.config.patch({"triton.cudagraphs": True}):
-        with pytest.raises(ValueError, match=r"torch\._inductor\.config\.triton\.cudagraphs replays CUDA graphs"):
-            check_options({})
-        check_options({"options": {"triton.cudagraphs": False}})
-        check_options({"backend": "aot_eager"})
-
-
-def test_kernels_chosen_by_their_times_are_refused_for_divided_layers() -> None:
-    options = {"mode": "max-autotune-no-cudagraphs"}
-    check_options(options)
-    with pytest.raises(ValueError, match="max_autotune chooses kernels by their times, on each tensor-parallel rank"):
-        check_options(options, is_divided=True)
-    check_options({}, is_divided=True)
+def test_options_that_are_refused(given: dict[str, Any], of_process: bool, is_divided: bool, message: str) -> None:
+    with torch._inductor.config.patch({"triton.cudagraphs": of_process}):
+        with pytest.raises(ValueError, match=message):
+            check_options(given, is_divided=is_divided)
+        check_options({"backend": "aot_eager"}, is_divided=is_divided)
 
 
 def test_an_xla_device_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -449,14 +296,3 @@ def test_an_xla_device_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layer_compilation, "device_of", lambda _: SimpleNamespace(is_lazy=True))
     with pytest.raises(ValueError, match="an XLA device compiles all operations of an action itself"):
         apply_compile(LocalView())
-
-
-def wrapped_layer(layer: nn.Module) -> Any:
-    """A wrapped model of one layer."""
-    return SimpleNamespace(
-        rank=0,
-        layers=["0"],
-        stage_layers=["0"],
-        original_module=nn.Sequential(layer),
-        local_named_modules=lambda: [("0", layer)],
-    )

@@ -1,7 +1,6 @@
 """Types of ``run_train``'s result: ``mypy`` reads the ``assert_type`` here, and the ranks return what it says."""
 
-import inspect
-from typing import Any, Literal, assert_type
+from typing import Any, assert_type
 
 import pytest
 import torch
@@ -82,21 +81,3 @@ def of_other_calls(module: nn.Module, found: Plan, flag: bool, options: dict[str
     assert_type(NxDPPModel.from_plan(module, found, return_mb_loss=True).run_train(), list[Tensor] | None)
     NxDPPModel(module, num_microbatch=4)  # type: ignore[call-arg]  # a mistyped name is one error
     NxDPPModel(module, num_microbatches="4")  # type: ignore[arg-type]  # so is a value of another type
-
-
-def of_parameters(
-    any_of_one_loss: NxDPPModel,
-    of_all_ranks: NxDPPModel[Literal[True]],
-    of_lists: NxDPPModel[Literal[False], Literal[True]],
-) -> None:
-    """For ``mypy`` alone."""
-    assert_type(any_of_one_loss.run_train(), Tensor | None)
-    assert_type(of_all_ranks.run_train(), Tensor)
-    assert_type(of_lists.run_train(), list[Tensor] | None)
-    of_parameters(of_all_ranks, of_all_ranks, of_lists)
-    of_parameters(of_lists, of_all_ranks, of_lists)  # type: ignore[arg-type]  # of_lists returns no single loss
-
-
-@pytest.mark.parametrize("name", ["return_mb_loss", "broadcast_and_average_loss"])
-def test_a_reader_of_the_signature_sees_a_boolean(name: str) -> None:
-    assert inspect.signature(NxDPPModel).parameters[name].annotation is bool

@@ -9,6 +9,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from nxdpp import NxDPPModel, parallel_state
 from nxdpp.ranks.faults import failure_watch
+from tests.pipeline.in_turn import run_in_turn
 from tests.support.models import (
     gradient_differences,
     make,
@@ -21,21 +22,21 @@ from tests.support.run_ranks import run_ranks
 
 
 def evaluate(rank: int, name: str) -> None:
-    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=3)
-    model = make(name)
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
+    model = make(name, layers=2)
     whole = reference(model)
     wrapped = NxDPPModel(model, num_microbatches=4)
     wrapped.move_model_to_device()
     for module in (wrapped, whole):
         module.eval()
-    for size, length in ((8, 10), (4, 6), (8, 10)):
+    for size, length in ((8, 10), (4, 6)):
         batch = padded_batch(size, length)
         tokens = {key: batch[key] for key in ("input_ids", "attention_mask")}
         with torch.no_grad():
             losses = [whole(**part).loss for part in microbatches(batch, 4)]
             logits = torch.cat([whole(**part).logits for part in microbatches(tokens, 4)])
         loss, output = wrapped.run_eval(**batch), wrapped.run_eval(**tokens)
-        if rank < 2:
+        if rank == 0:
             assert loss is None
             assert output is None
             continue
@@ -46,11 +47,6 @@ def evaluate(rank: int, name: str) -> None:
         if name == "llama":
             assert isinstance(output, CausalLMOutputWithPast)
     assert all(parameter.grad is None for parameter in wrapped.local_parameters())
-
-
-def test_loss_and_outputs_are_those_of_one_process() -> None:
-    for name in ("llama", "mixtral", "bert"):
-        run_ranks(3, evaluate, name)
 
 
 class TwoOutputs(nn.Module):
@@ -81,10 +77,6 @@ def evaluate_plain(rank: int) -> None:
     assert torch.equal(output["sum"], torch.stack([part["sum"] for part in parts]))
 
 
-def test_outputs_of_any_stage_keep_their_structure() -> None:
-    run_ranks(2, evaluate_plain)
-
-
 class BareLoss(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -103,58 +95,23 @@ def count_labels(microbatch: dict[str, Any]) -> int:
 def evaluate_bare(rank: int) -> None:
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
     x, labels = torch.randn(6, 4), torch.tensor([0, 1, -100, 2, 3, -100])
-    for everywhere in (False, True):
-        for rule in ("microbatch", "tokens"):
-            torch.manual_seed(0)
-            wrapped = NxDPPModel(
-                BareLoss(),
-                transformer_layer_cls=nn.Linear,
-                num_microbatches=3,
-                broadcast_and_average_loss=everywhere,
-                loss_normalization=rule,
-                count_items_fn=count_labels if rule == "tokens" else None,
-            )
-            for _ in range(2):
-                evaluated = wrapped.run_eval(x=x, labels=labels)
-                trained = wrapped.run_train(x=x, labels=labels)
-                assert (trained is None) == (evaluated is None) == (rank == 0 and not everywhere)
-                assert trained is None or torch.equal(trained, evaluated)
-                output = wrapped.run_eval(x=x)
-                assert (None if output is None else output.shape) == ((6, 4) if rank == 1 else None)
-    divide(rank)
+    for everywhere, rule in ((False, "microbatch"), (True, "tokens")):
+        torch.manual_seed(0)
+        wrapped = NxDPPModel(
+            BareLoss(),
+            transformer_layer_cls=nn.Linear,
+            num_microbatches=3,
+            broadcast_and_average_loss=everywhere,
+            loss_normalization=rule,
+            count_items_fn=count_labels if rule == "tokens" else None,
+        )
+        evaluated = wrapped.run_eval(x=x, labels=labels)
+        trained = wrapped.run_train(x=x, labels=labels)
+        assert (trained is None) == (evaluated is None) == (rank == 0 and not everywhere)
+        assert trained is None or torch.equal(trained, evaluated)
+        output = wrapped.run_eval(x=x)
+        assert (None if output is None else output.shape) == ((6, 4) if rank == 1 else None)
     refuse(x, labels)
-
-
-class LossOfLlama(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.llama = make("llama", layers=2)
-
-    def forward(
-        self, input_ids: torch.Tensor, labels: torch.Tensor | None = None, num_items_in_batch: Any = None
-    ) -> torch.Tensor:
-        output = self.llama(input_ids, labels=labels, num_items_in_batch=num_items_in_batch)
-        loss: torch.Tensor = output.logits if labels is None else output.loss
-        return loss
-
-
-def divide(rank: int) -> None:
-    """The model divides by a number of items, which the user gives or nxdpp counts."""
-    batch = padded_batch(4)
-    del batch["attention_mask"]
-    items = {"num_items_in_batch": int((batch["labels"][:, 1:] != -100).sum())}
-    expected = LossOfLlama()(**batch, **items).detach()
-    for rule, given in (("microbatch", items), ("tokens", items), ("tokens", {})):
-        wrapped = NxDPPModel(LossOfLlama(), num_microbatches=2, loss_normalization=rule)
-        for _ in range(2):
-            evaluated: Any = wrapped.run_eval(**batch, **given)
-            trained: Any = wrapped.run_train(**batch, **given)
-            if rank == 1:
-                assert torch.equal(trained, evaluated)
-                torch.testing.assert_close(evaluated, expected)
-            assert (trained is None) == (evaluated is None) == (rank == 0)
-        logits = wrapped.run_eval(input_ids=batch["input_ids"])
-        assert rank == 0 or logits.shape[:2] == batch["input_ids"].shape
 
 
 def refuse(x: torch.Tensor, labels: torch.Tensor) -> None:
@@ -167,13 +124,9 @@ def refuse(x: torch.Tensor, labels: torch.Tensor) -> None:
             run(x=x, labels=labels)
 
 
-def test_a_bare_loss_is_returned_as_by_a_training_step() -> None:
-    run_ranks(2, evaluate_bare)
-
-
 def evaluate_everywhere(rank: int) -> torch.Tensor:
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
-    wrapped = NxDPPModel(make("llama"), num_microbatches=2, broadcast_and_average_loss=True)
+    wrapped = NxDPPModel(make("llama", layers=2), num_microbatches=2, broadcast_and_average_loss=True)
     loss: torch.Tensor = wrapped.run_eval(**padded_batch(4, seed=parallel_state.get_data_parallel_rank()))
     return loss
 
@@ -181,7 +134,7 @@ def evaluate_everywhere(rank: int) -> torch.Tensor:
 def test_the_mean_loss_reaches_every_rank() -> None:
     losses = run_ranks(4, evaluate_everywhere)
     with torch.no_grad():
-        whole = reference(make("llama"))
+        whole = reference(make("llama", layers=2))
         parts = [part for seed in (0, 1) for part in microbatches(padded_batch(4, seed=seed), 2)]
         expected = torch.stack([whole(**part).loss for part in parts]).mean()
     assert all(torch.equal(loss, losses[0]) for loss in losses)
@@ -201,5 +154,5 @@ def evaluate_in_inference_mode(rank: int) -> None:
     assert gradient_differences(wrapped, whole) == {}
 
 
-def test_a_training_step_follows_an_evaluation_in_inference_mode() -> None:
-    run_ranks(2, evaluate_in_inference_mode)
+def test_losses_and_outputs_are_those_of_one_process() -> None:
+    run_in_turn(2, (evaluate, "llama"), (evaluate, "bert"), evaluate_plain, evaluate_in_inference_mode, evaluate_bare)

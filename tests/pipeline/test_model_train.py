@@ -1,5 +1,7 @@
 """``run_train``: accumulation, shared inputs, frozen stages, dropout, autocast, replicas, skipped stages."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -9,6 +11,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMS
 
 from nxdpp import NxDPPModel, parallel_state
 from nxdpp.pipeline.p2p.transport import Transport
+from tests.pipeline.in_turn import run_in_turn
 from tests.support.models import (
     gradient_differences,
     llama,
@@ -19,7 +22,6 @@ from tests.support.models import (
     train_in_one_process,
 )
 from tests.support.run_ranks import run_ranks
-from tests.support.traced_models import PlainLayer, PlainModel
 
 STAGES = 3
 
@@ -34,62 +36,34 @@ def wrap(model: nn.Module, **arguments: Any) -> NxDPPModel:
     return wrapped
 
 
-def only_tied_and_close(differences: dict[str, float | None]) -> bool:
-    tied = {"model.embed_tokens.weight", "lm_head.weight"}
-    return all(name in tied and distance is not None and distance < 1e-6 for name, distance in differences.items())
-
-
 def accumulate(rank: int) -> None:
     start()
-    for name in ("llama", "tied_llama"):
-        model = make(name)
-        whole = reference(model)
-        wrapped = wrap(model)
-        # Batch size, sequence length and set of inputs differ between calls, without zero_grad.
-        for size, length, names in ((8, 10, 3), (4, 7, 3), (8, 10, 2), (12, 10, 3)):
-            batch = dict(list(padded_batch(size, length, seed=size).items())[-names:])
-            if names == 2:
-                batch = {"input_ids": padded_batch(size, length)["input_ids"], "labels": batch["labels"]}
-            wrapped.run_train(**batch)
-            train_in_one_process(whole, batch, 4)
-        differences = gradient_differences(wrapped, whole)
-        assert only_tied_and_close(differences) if name == "tied_llama" else not differences, differences
-        wrapped.zero_grad()
-        assert all(parameter.grad is None for parameter in wrapped.local_parameters())
-
-
-def test_gradients_accumulate_over_calls_with_other_shapes_and_inputs() -> None:
-    run_ranks(STAGES, accumulate)
-
-
-def return_losses(rank: int) -> list[Any]:
-    start()
-    batch = padded_batch(8)
-    whole = reference(make("llama"))
-    expected = train_in_one_process(whole, batch, 4)
-    listed = wrap(make("llama"), return_mb_loss=True).run_train(**batch)
-    everywhere = wrap(make("llama"), broadcast_and_average_loss=True).run_train(**batch)
-    assert isinstance(everywhere, torch.Tensor)
-    assert torch.equal(everywhere, torch.stack(expected).mean())
-    if rank < STAGES - 1:
-        assert listed is None
-    else:
-        assert isinstance(listed, list)
-        assert all(torch.equal(a, b) and not a.requires_grad for a, b in zip(listed, expected, strict=True))
-    return []
-
-
-def test_losses_are_returned_as_asked() -> None:
-    run_ranks(STAGES, return_losses)
+    model = make("tied_llama")
+    whole = reference(model)
+    wrapped = wrap(model)
+    # Batch size, sequence length and set of inputs differ between calls, without zero_grad.
+    for size, length, is_masked in ((8, 10, True), (4, 7, True), (8, 10, False)):
+        batch = padded_batch(size, length, seed=size)
+        if not is_masked:
+            del batch["attention_mask"]
+        wrapped.run_train(**batch)
+        train_in_one_process(whole, batch, 4)
+    tied = {"model.embed_tokens.weight", "lm_head.weight"}
+    for name, distance in gradient_differences(wrapped, whole).items():
+        assert name in tied and distance is not None and distance < 1e-6, name  # noqa: PT018
+    wrapped.zero_grad()
+    assert all(parameter.grad is None for parameter in wrapped.local_parameters())
 
 
 def pass_shared(rank: int) -> None:
     start()
-    batch = padded_batch(8)
+    embeddings = torch.randn(8, 10, 32, generator=torch.Generator().manual_seed(5))
+    batch = {**padded_batch(8), "inputs_embeds": embeddings}
+    del batch["input_ids"]
     whole = reference(make("llama"))
     wrapped = wrap(make("llama"))
     positions = torch.arange(3, 13).unsqueeze(0)
-    shared: dict[str, Any] = {"position_ids": positions, "logits_to_keep": 0, "inputs_embeds": None}
+    shared: dict[str, Any] = {"position_ids": positions, "logits_to_keep": 0, "input_ids": None}
     wrapped.run_train(**batch, **shared, num_items_in_batch=17)
     for microbatch in microbatches(batch, 4):
         whole(**microbatch, **shared, num_items_in_batch=17).loss.backward()
@@ -98,26 +72,24 @@ def pass_shared(rank: int) -> None:
     wrapped.run_train(**batch, **shared, num_items_in_batch=torch.tensor(5))
 
 
-def test_shared_inputs_go_to_every_microbatch() -> None:
-    run_ranks(STAGES, pass_shared)
+@contextmanager
+def recorded() -> Iterator[list[tuple[str, tuple[int, ...], torch.dtype]]]:
+    """Record what this rank sends."""
+    sent: list[tuple[str, tuple[int, ...], torch.dtype]] = []
+    send, send_object = Transport.send, Transport.send_object
 
+    def noted(self: Transport, tensor: torch.Tensor, destination: int, direction: Any, *rest: int) -> Any:
+        sent.append((direction.name, tuple(tensor.shape), tensor.dtype))
+        return send(self, tensor, destination, direction, *rest)
 
-def embeddings_in_place_of_tokens(rank: int) -> None:
-    start()
-    model = make("llama")
-    whole = reference(model)
-    batch = padded_batch(8)
-    embeddings = torch.randn(8, 10, 32, generator=torch.Generator().manual_seed(5))
-    inputs = {"inputs_embeds": embeddings, "labels": batch["labels"], "attention_mask": batch["attention_mask"]}
-    wrapped = wrap(model)
-    wrapped.run_train(**inputs)
-    train_in_one_process(whole, inputs, 4)
-    assert gradient_differences(wrapped, whole) == {}
-    assert "model.embed_tokens.weight" in dict(wrapped.local_named_parameters()) or rank > 0
+    def noted_object(self: Transport, value: Any, *rest: Any) -> None:
+        sent.append(("metadata", (), torch.uint8))
+        send_object(self, value, *rest)
 
-
-def test_embeddings_can_be_given_in_place_of_tokens() -> None:
-    run_ranks(STAGES, embeddings_in_place_of_tokens)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Transport, "send", noted)
+        patch.setattr(Transport, "send_object", noted_object)
+        yield sent
 
 
 def freeze_first_stage(rank: int) -> list[str]:
@@ -128,68 +100,20 @@ def freeze_first_stage(rank: int) -> list[str]:
     whole = reference(model)
     batch = padded_batch(8)
     wrapped = wrap(model)
-    sent: list[str] = []
-    original = Transport.send
-
-    def send(self: Transport, tensor: torch.Tensor, destination: int, direction: Any, *rest: int) -> Any:
-        sent.append(direction.name)
-        return original(self, tensor, destination, direction, *rest)
-
-    Transport.send = send  # type: ignore[method-assign, assignment]
-    for _ in range(2):
+    with recorded() as sent:
+        for _ in range(2):
+            wrapped.run_train(**batch)
+            train_in_one_process(whole, batch, 4)
+        assert gradient_differences(wrapped, whole) == {}
+        # After unfreezing, the gradient must be sent again.
+        for module in (model, whole):
+            for parameter in module.parameters():
+                parameter.requires_grad_(True)
+        wrapped.refresh()
         wrapped.run_train(**batch)
         train_in_one_process(whole, batch, 4)
-    assert gradient_differences(wrapped, whole) == {}
-    # After unfreezing, the gradient must be sent again.
-    for module in (model, whole):
-        for parameter in module.parameters():
-            parameter.requires_grad_(True)
-    wrapped.refresh()
-    wrapped.run_train(**batch)
-    train_in_one_process(whole, batch, 4)
-    assert gradient_differences(wrapped, whole) == {}
-    return sent
-
-
-def test_no_gradient_is_sent_to_a_frozen_first_stage() -> None:
-    _, second, _ = run_ranks(STAGES, freeze_first_stage)
-    assert second.count("ACTIVATION") == 3 * 4
-    assert second.count("GRADIENT") == 4, "only after the first stage was unfrozen"
-
-
-def drop(rank: int) -> list[Any]:
-    start()
-    losses = []
-    for seed in (1, 1, 2):
-        wrapped = wrap(make("gpt2", dropout=0.3), broadcast_and_average_loss=True)
-        torch.manual_seed(seed)
-        losses.append(wrapped.run_train(**padded_batch(8)))
-    wrapped.eval()
-    losses += [wrapped.run_train(**padded_batch(8)) for _ in range(2)]
-    return losses
-
-
-def test_dropout_follows_the_seed_and_the_mode() -> None:
-    first, again, other, evaluated, evaluated_again = run_ranks(STAGES, drop)[-1]
-    assert torch.equal(first, again)
-    assert not torch.equal(first, other)
-    assert torch.equal(evaluated, evaluated_again)
-
-
-def drop_in_one_stage(rank: int) -> None:
-    start(1)
-    model = make("gpt2", dropout=0.3)
-    whole = reference(model)
-    wrapped = wrap(model)
-    torch.manual_seed(7)
-    wrapped.run_train(**padded_batch(8))
-    torch.manual_seed(7)
-    train_in_one_process(whole, padded_batch(8), 4)
-    assert gradient_differences(wrapped, whole) == {}
-
-
-def test_dropout_on_one_stage_is_that_of_one_process() -> None:
-    run_ranks(1, drop_in_one_stage)
+        assert gradient_differences(wrapped, whole) == {}
+    return [kind for kind, *_ in sent]
 
 
 def autocast(rank: int) -> list[tuple[str, torch.dtype]]:
@@ -197,24 +121,17 @@ def autocast(rank: int) -> list[tuple[str, torch.dtype]]:
     model = llama_of_bfloat16_layers()
     whole = reference(model)
     wrapped = wrap(model)
-    sent: list[tuple[str, torch.dtype]] = []
-    original = Transport.send
-
-    def send(self: Transport, tensor: torch.Tensor, destination: int, direction: Any, *rest: int) -> Any:
-        sent.append((direction.name, tensor.dtype))
-        return original(self, tensor, destination, direction, *rest)
-
-    Transport.send = send  # type: ignore[method-assign, assignment]
     batch = padded_batch(8)
-    with torch.autocast(torch.empty(0).device.type, dtype=torch.bfloat16):
+    with recorded() as sent:
+        with torch.autocast(torch.empty(0).device.type, dtype=torch.bfloat16):
+            wrapped.run_train(**batch)
+            train_in_one_process(whole, batch, 4)
+        assert gradient_differences(wrapped, whole) == {}
+        # Without autocast, boundary tensors of the same shapes have other dtypes.
         wrapped.run_train(**batch)
         train_in_one_process(whole, batch, 4)
-    assert gradient_differences(wrapped, whole) == {}
-    # Without autocast, boundary tensors of the same shapes have other dtypes.
-    wrapped.run_train(**batch)
-    train_in_one_process(whole, batch, 4)
-    assert gradient_differences(wrapped, whole) == {}
-    return sent
+        assert gradient_differences(wrapped, whole) == {}
+    return [(kind, dtype) for kind, _, dtype in sent if kind != "metadata"]
 
 
 class DownProjection(nn.Linear):
@@ -229,126 +146,69 @@ def llama_of_bfloat16_layers() -> Any:
     return model
 
 
-def test_boundary_dtypes_under_autocast() -> None:
-    first, second, _ = run_ranks(STAGES, autocast)
-    assert first == [("ACTIVATION", torch.bfloat16)] * 4 + [("ACTIVATION", torch.float32)] * 4
-    assert [dtype for kind, dtype in second if kind == "GRADIENT"] == [torch.bfloat16] * 4 + [torch.float32] * 4
-
-
 def data_parallel(rank: int) -> float:
-    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
+    start(2)
     replica = parallel_state.get_data_parallel_rank()
+    model = make("llama")
+    whole = reference(model)
+    wrapped = wrap(model, broadcast_and_average_loss=True, num_microbatches=2)
+    ours = torch.optim.SGD(wrapped.local_parameters(), lr=0.5, momentum=0.9)
+    theirs = torch.optim.SGD(whole.parameters(), lr=0.5, momentum=0.9)
     distances = []
-    for name in ("llama", "tied_llama"):
-        model = make(name)
-        whole = reference(model)
-        wrapped = wrap(model, broadcast_and_average_loss=True, num_microbatches=2)
-        ours = torch.optim.SGD(wrapped.local_parameters(), lr=0.5, momentum=0.9)
-        theirs = torch.optim.SGD(whole.parameters(), lr=0.5, momentum=0.9)
-        for step in range(3):
-            batch = padded_batch(8, seed=step)
-            part = {key: value.chunk(2)[replica] for key, value in batch.items()}
-            loss = wrapped.run_train(**part)
-            losses = train_in_one_process(whole, batch, 4)
-            assert isinstance(loss, torch.Tensor)
-            distances.append((loss - torch.stack(losses).mean()).abs().item())
-            for optimizer in (ours, theirs):
-                optimizer.step()
-                optimizer.zero_grad()
-        expected = whole.state_dict()
-        distances += [(v - expected[n]).abs().max().item() for n, v in wrapped.local_state_dict().items()]
-    return max(distances)
+    for step in range(2):
+        batch = padded_batch(8, seed=step)
+        loss = wrapped.run_train(**{key: value.chunk(2)[replica] for key, value in batch.items()})
+        losses = train_in_one_process(whole, batch, 4)
+        assert isinstance(loss, torch.Tensor)
+        distances.append((loss - torch.stack(losses).mean()).abs().item())
+        for optimizer in (ours, theirs):
+            optimizer.step()
+            optimizer.zero_grad()
+    expected = whole.state_dict()
+    return max(*distances, *((v - expected[n]).abs().max().item() for n, v in wrapped.local_state_dict().items()))
 
 
 def test_two_stages_and_two_replicas_train_as_one_process() -> None:
     assert max(run_ranks(4, data_parallel)) < 1e-6
 
 
-def leave_averaging_to_the_optimizer(rank: int) -> None:
-    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
-    replica = parallel_state.get_data_parallel_rank()
-    model = make("llama")
-    whole = reference(model)
-    wrapped = wrap(model, use_zero1_optimizer=True)
-    batch = padded_batch(8, seed=replica)
-    wrapped.run_train(**batch)
-    train_in_one_process(whole, batch, 4)
-    assert gradient_differences(wrapped, whole) == {}
-
-
-def test_zero1_keeps_the_gradients_of_each_replica() -> None:
-    run_ranks(4, leave_averaging_to_the_optimizer)
-
-
 def record_sends(rank: int) -> list[tuple[str, tuple[int, ...]]]:
     start()
-    sent: list[tuple[str, tuple[int, ...]]] = []
-    original = Transport.send
-
-    def send(self: Transport, tensor: torch.Tensor, destination: int, direction: Any, *rest: int) -> Any:
-        sent.append((direction.name, tuple(tensor.shape)))
-        return original(self, tensor, destination, direction, *rest)
-
-    def record_object(self: Transport, value: Any, destination: int, tag: int, direction: Any) -> None:
-        sent.append(("metadata", ()))
-        original_send_object(self, value, destination, tag, direction)
-
-    original_send_object = Transport.send_object
     wrapped = wrap(make("llama"))
     wrapped.run_train(**padded_batch(8))
-    Transport.send = send  # type: ignore[method-assign, assignment]
-    Transport.send_object = record_object  # type: ignore[method-assign]
-    wrapped.run_train(**padded_batch(8, seed=1))
-    return sent
+    with recorded() as sent:
+        wrapped.run_train(**padded_batch(8, seed=1))
+    return [(kind, shape) for kind, shape, _ in sent]
 
 
-def test_exactly_one_tensor_crosses_each_boundary() -> None:
+@pytest.fixture(scope="module")
+def sent() -> list[list[Any]]:
+    """What each of three ranks sends, of each case."""
+    return run_in_turn(STAGES, record_sends, freeze_first_stage, autocast)
+
+
+def test_exactly_one_tensor_crosses_each_boundary(sent: list[list[Any]]) -> None:
     hidden = (2, 10, 32)
-    first, second, third = run_ranks(STAGES, record_sends)
+    first, second, third = (each for each, *_ in sent)
     assert first == [("ACTIVATION", hidden)] * 4
     assert sorted(second) == [("ACTIVATION", hidden)] * 4 + [("GRADIENT", hidden)] * 4
     assert third == [("GRADIENT", hidden)] * 4
 
 
-class Skipping(nn.Module):
-    """A model whose third layer and scalar loss also use a value of the first layer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
-        self.scale = nn.Parameter(torch.ones(8))
-
-    def forward(self, x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        first = torch.tanh(self.blocks[0](x))
-        second = self.blocks[1](first)
-        third = self.blocks[2](second * first)
-        return nn.functional.mse_loss(third * self.scale + first, target)
+def test_no_gradient_is_sent_to_a_frozen_first_stage(sent: list[list[Any]]) -> None:
+    second = sent[1][1]
+    assert second.count("ACTIVATION") == 3 * 4
+    assert second.count("GRADIENT") == 4, "only after the first stage was unfrozen"
 
 
-def skip(rank: int) -> None:
-    start()
-    torch.manual_seed(0)
-    model = Skipping()
-    whole = reference(model)
-    wrapped = wrap(model, transformer_layer_cls=nn.Linear, output_loss_value_spec=True)
-    x, target = torch.randn(8, 8), torch.randn(8, 8)
-    loss = wrapped.run_train(x=x, target=target)
-    losses = []
-    for part in microbatches({"x": x, "target": target}, 4):
-        value = whole(**part)
-        (value / 4).backward()
-        losses.append(value.detach())
-    assert loss is None or (isinstance(loss, torch.Tensor) and torch.equal(loss, torch.stack(losses).mean()))
-    assert gradient_differences(wrapped, whole) == {}
+def test_boundary_dtypes_under_autocast(sent: list[list[Any]]) -> None:
+    first, second, _ = (each for *_, each in sent)
+    assert first == [("ACTIVATION", torch.bfloat16)] * 4 + [("ACTIVATION", torch.float32)] * 4
+    assert [dtype for kind, dtype in second if kind == "GRADIENT"] == [torch.bfloat16] * 4 + [torch.float32] * 4
 
 
-def test_a_value_that_skips_stages_gets_all_its_gradients() -> None:
-    run_ranks(STAGES, skip)
-
-
-@pytest.mark.parametrize("return_dict", [True, False])
-def test_arguments_of_the_nxd_guide(return_dict: bool) -> None:
-    run_ranks(2, train_as_in_the_guide, return_dict)
+def test_other_shapes_and_inputs_are_those_of_one_process() -> None:
+    run_in_turn(STAGES, accumulate, pass_shared)
 
 
 def train_as_in_the_guide(rank: int, return_dict: bool) -> None:
@@ -417,42 +277,5 @@ def test_values_that_skip_four_stages_cause_no_deadlock() -> None:
     run_ranks(5, reach_far)
 
 
-class Gate(nn.Module):
-    """Returns nothing until it is switched on."""
-
-    on = False
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor | None:
-        return x.mean() if self.on else None
-
-
-class Gated(PlainModel):
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate = Gate()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        gate = self.gate(x)
-        return super().forward(x if gate is None else 2 * x)
-
-
-def switch_a_module(rank: int) -> list[float | None]:
-    """Losses before and after a change of a module that another branch follows from."""
-    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
-    torch.manual_seed(0)
-    wrapped = NxDPPModel(Gated(), transformer_layer_cls=PlainLayer, num_microbatches=2)
-    losses: list[Any] = [wrapped.run_train(x=torch.ones(4, 4))]
-    wrapped.original_module.get_submodule("gate").on = True  # type: ignore[assignment]
-    wrapped.refresh()
-    losses.append(wrapped.run_train(x=torch.ones(4, 4)))
-    return [None if loss is None else loss.item() for loss in losses]
-
-
-def test_refresh_follows_a_module_that_was_changed() -> None:
-    torch.manual_seed(0)
-    model = Gated()
-    expected = []
-    for model.gate.on in (False, True):
-        expected.append(torch.stack([model(part) for part in torch.ones(4, 4).split(2)]).mean().item())
-    assert expected[0] != expected[1]
-    assert run_ranks(2, switch_a_module) == [[None, None], expected]
+def test_arguments_of_the_nxd_guide() -> None:
+    run_in_turn(2, (train_as_in_the_guide, True), (train_as_in_the_guide, False))

@@ -7,11 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch import fx, nn
+from torch import nn
 
 from nxdpp import NxDPPModel, init_on_device, parallel_state
-from nxdpp.initialization import deferred_init
-from nxdpp.tracing.graph.errors import TracingError
 from tests.support.by_position import ByPosition
 from tests.support.models import make
 from tests.support.plain_models import WIDTH, Base, Block
@@ -136,115 +134,39 @@ def test_attributes_of_scripts(wrapped: Any) -> None:
     assert [buffer.item() for buffer in wrapped.local_buffers()] == [0.5]
 
 
-def test_a_rank_with_several_stages_has_the_modules_of_each() -> None:
-    parallel_state.initialize_debug(pipeline_model_parallel_rank=0, pipeline_model_parallel_size=2)
-    try:
-        wrapped = NxDPPModel(Model(), "Block", num_microbatches=2, virtual_pipeline_size=2)
-        assert wrapped.virtual_pipeline_size == 2
-        first, second = wrapped.local_stage_modules
-        assert [name for name, _ in first.named_children()] == ["embedding", "blocks.0"]
-        assert [name for name, _ in second.named_children()] == ["blocks.2"]
-        listed = [*first.parameters(), *second.parameters()]
-        assert list(map(id, listed)) == list(map(id, wrapped.local_parameters()))
-        assert [name for name, _ in first.named_buffers()] == ["scale"]
-    finally:
-        parallel_state.destroy_model_parallel()
-
-
-def test_a_full_name_that_is_not_there_cannot_be_replaced(wrapped: Any) -> None:
-    with pytest.raises(KeyError, match=r"no module 'blocks\.0' on this rank.*blocks\.2"):
-        wrapped.local_module.add_module("blocks.0", Block())
-    setattr(wrapped.local_module, "blocks.2", replacement := Block())
-    assert wrapped.local_module.get_submodule("blocks.2") is replacement
-    assert list(wrapped.local_module.children()) == list(wrapped.local_module._modules.values())
-
-
-def test_an_unknown_leaf_is_told_by_a_warning(caplog: pytest.LogCaptureFixture) -> None:
-    parallel_state.initialize_debug()
-    try:
-        with caplog.at_level(logging.WARNING):
-            NxDPPModel(Model(), "Block", leaf_module_cls=["LlamaRMSNorm", "Linear"])
-    finally:
-        parallel_state.destroy_model_parallel()
+def test_an_unknown_leaf_is_told_by_a_warning(one_rank: None, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        NxDPPModel(Model(), "Block", leaf_module_cls=["LlamaRMSNorm", "Linear"])
     (record,) = [record for record in caplog.records if "leaf_module_cls" in record.message]
     assert "'LlamaRMSNorm', and no module of Model is of such a class" in record.message
 
 
-@pytest.mark.parametrize("force", [False, True])
-def test_buffers_on_the_meta_device_where_asked(force: bool) -> None:
-    with init_on_device(torch.device("meta"), include_buffers=True, force_custom_init_on_device=force):
-        model = Model()
-    assert model.scale.is_meta
-    with init_on_device(torch.device("meta"), force_custom_init_on_device=force):
+def test_a_buffer_is_on_meta_where_asked_and_needs_a_value(one_rank: None) -> None:
+    with init_on_device(torch.device("meta"), force_custom_init_on_device=True):
         model = Model()
     assert model.scale.item() == 0.5
     assert model.head.weight.is_meta
-
-
-def test_a_buffer_on_meta_needs_a_value() -> None:
     with init_on_device(torch.device("meta"), include_buffers=True):
         model = Model()
-    parallel_state.initialize_debug()
-    try:
-        wrapped = NxDPPModel(model, "Block")
-        with pytest.raises(RuntimeError, match="scale"):
-            wrapped.materialise()
-        wrapped.load_state_dict(Model().state_dict())
-        assert wrapped.get_buffer("scale").item() == 0.5
-    finally:
-        parallel_state.destroy_model_parallel()
+    assert model.scale.is_meta
+    wrapped = NxDPPModel(model, "Block")
+    with pytest.raises(RuntimeError, match="scale"):
+        wrapped.materialise()
+    wrapped.load_state_dict(Model().state_dict())
+    assert wrapped.get_buffer("scale").item() == 0.5
 
 
-def guides_init_weights(module: nn.Module) -> None:
-    """The function of the pipeline guide: it has no branch for ``LlamaRMSNorm``."""
-    if isinstance(module, nn.Linear):
-        module.weight.data.normal_(mean=0.0, std=0.02)
-        if module.bias is not None:
-            module.bias.data.zero_()
-    elif isinstance(module, nn.Embedding):
-        module.weight.data.normal_(mean=0.0, std=0.02)
-        if module.padding_idx:
-            module.weight.data[module.padding_idx].zero_()
-    elif isinstance(module, nn.LayerNorm):
-        module.bias.data.zero_()
-        module.weight.data.fill_(1.0)
-
-
-@pytest.fixture
-def one_rank() -> Iterator[None]:
-    parallel_state.initialize_debug()
-    yield
-    parallel_state.destroy_model_parallel()
-
-
-def test_the_guides_init_weights_leaves_norms_of_llama_without_values(one_rank: None) -> None:
+def test_an_init_function_without_a_branch_for_norms_is_refused(one_rank: None) -> None:
+    """As the function of NxD's pipeline guide for ``LlamaRMSNorm``."""
     with init_on_device(torch.device("meta")):
         model = make("llama")
     with pytest.raises(RuntimeError, match=r"left without values by param_init_fn:\n  model.layers.0.input_layernorm"):
         NxDPPModel(model, "LlamaDecoderLayer", param_init_fn=guides_init_weights)
 
 
-def test_the_line_of_torchdistx_needs_another_import(one_rank: None) -> None:
-    model = deferred_init.deferred_init(make, "llama")
-    assert all(parameter.is_meta for parameter in model.parameters())
-    wrapped = NxDPPModel(model, "LlamaDecoderLayer")
-    assert not any(parameter.is_meta for parameter in wrapped.local_parameters())
-
-
-class OwnTracer(fx.Tracer):
-    """A tracer of a user."""
-
-
-@pytest.mark.parametrize("tracer", ["torch", OwnTracer])
-def test_plain_tracers_cannot_trace_a_mask_of_transformers(one_rank: None, tracer: Any) -> None:
-    with pytest.raises(TracingError, match=r"\nLeave tracer_cls out, or give 'hf': a plain tracer has no sizes"):
-        NxDPPModel(
-            make("llama"),
-            "LlamaDecoderLayer",
-            input_names=["input_ids", "attention_mask", "labels"],
-            tracer_cls=tracer,
-            leaf_module_cls=["LlamaRMSNorm"],
-        )
+def guides_init_weights(module: nn.Module) -> None:
+    if isinstance(module, nn.Linear | nn.Embedding):
+        module.weight.data.normal_(mean=0.0, std=0.02)
 
 
 def test_parallel_state_moves_a_model(one_rank: None) -> None:

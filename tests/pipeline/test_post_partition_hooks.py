@@ -11,10 +11,8 @@ import torch
 from torch import nn
 
 from nxdpp import NxDPPModel, deferred_init, load_pretrained, parallel_state
-from nxdpp.pipeline.activation_checkpoint import apply_checkpoint
-from nxdpp.pipeline.arguments import checked_hooks
+from tests.pipeline.in_turn import run_in_turn
 from tests.support.models import gradient_differences, make, padded_batch, reference, train_in_one_process
-from tests.support.run_ranks import run_ranks
 
 Change = Callable[[nn.Module], None]
 Place = Callable[[NxDPPModel], nn.Module]
@@ -59,13 +57,9 @@ def replace(tree: nn.Module, ending: str, make_new: Callable[[Any, str], nn.Modu
             setattr(tree.get_submodule(owner), key, make_new(module, name))
 
 
-def freeze(tree: nn.Module) -> None:
+def adapt_layers(tree: nn.Module) -> None:
     for name, parameter in tree.named_parameters():
         parameter.requires_grad_("q_proj" in name or "norm" in name)
-
-
-def adapt_layers(tree: nn.Module) -> None:
-    freeze(tree)
     replace(tree, "q_proj", Adapted)
     replace(tree, "down_proj", Adapted)
 
@@ -78,12 +72,8 @@ def adapt_head(tree: nn.Module) -> None:
 
 
 def enclose_layers(tree: nn.Module) -> None:
-    for number in range(4):
+    for number in range(2):
         replace(tree, f"layers.{number}", lambda module, _: Enclosing(module))
-
-
-def drop_norm(tree: nn.Module) -> None:
-    replace(tree, "model.norm", lambda *_: nn.Identity())
 
 
 def new_parameters(tree: nn.Module) -> None:
@@ -104,9 +94,6 @@ def assign(tree: nn.Module) -> None:
         tree.get_submodule("lm_head").weight = tree.get_parameter("model.embed_tokens.weight")
 
 
-CHANGES = [freeze, adapt_layers, adapt_head, enclose_layers, drop_norm, new_parameters, cast, assign]
-
-
 def local(model: NxDPPModel) -> nn.Module:
     return model.local_module
 
@@ -115,18 +102,9 @@ def whole_model(model: NxDPPModel) -> nn.Module:
     return model.original_module
 
 
-def compare_each(rank: int, cases: list[tuple[str, Change, Place]]) -> None:
-    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
-    for name, change, place in cases:
-        try:
-            compare(rank, name, change, place)
-        except BaseException as error:
-            error.add_note(f"{name}, {change.__name__}, {place.__name__}")
-            raise
-
-
 def compare(rank: int, name: str, change: Change, place: Place) -> None:
-    model = make(name)
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
+    model = make(name, layers=2)
     whole = reference(model)
     change(whole)
     wrapped = NxDPPModel(model, num_microbatches=2, post_partition_hooks=[lambda wrapped: change(place(wrapped))])
@@ -149,120 +127,6 @@ def compare(rank: int, name: str, change: Change, place: Place) -> None:
     assert rank == 0 or torch.equal(evaluated, expected)
 
 
-# A tie matters to changes of the tied weight.
-ON_A_TIED_WEIGHT = [adapt_head, new_parameters, cast, assign]
-ELSEWHERE = [change for change in CHANGES if change not in ON_A_TIED_WEIGHT]
-
-
-@pytest.mark.parametrize(
-    "cases",
-    [
-        [("llama", change, local) for change in CHANGES],
-        [("tied_llama", change, local) for change in ON_A_TIED_WEIGHT],
-        [("llama", change, whole_model) for change in (adapt_layers, enclose_layers, drop_norm)],
-        [("tied_llama", change, whole_model) for change in (adapt_head, new_parameters)],
-        pytest.param(
-            [
-                *(("tied_llama", change, local) for change in ELSEWHERE),
-                *(("llama", change, whole_model) for change in (adapt_head, new_parameters)),
-                *(("tied_llama", change, whole_model) for change in (adapt_layers, enclose_layers, drop_norm)),
-            ],
-            marks=pytest.mark.sweep,
-        ),
-    ],
-    ids=["llama", "tied_llama", "original llama", "original tied_llama", "others"],
-)
-def test_changes(cases: list[tuple[str, Change, Place]]) -> None:
-    run_ranks(2, compare_each, cases)
-
-
-class Positions(nn.Module):
-    """A model with a parameter and a buffer above the layers."""
-
-    shift: torch.Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.start = nn.Parameter(torch.randn(4))
-        self.register_buffer("shift", torch.randn(4))
-        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.blocks[0](x + self.start)
-        return self.blocks[1](x + self.shift).square().mean()  # type: ignore[no-any-return]
-
-
-def change_above_layers(rank: int, place: Place) -> None:
-    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
-    torch.manual_seed(0)
-    model = Positions()
-    whole = reference(model)
-
-    def change(tree: Any) -> None:
-        tree.shift = torch.full((4,), 0.25)
-        if "start" in tree._parameters:
-            tree.start = nn.Parameter(torch.full((4,), 0.5))
-
-    change(whole)
-    hook: Any = lambda wrapped: change(place(wrapped))  # noqa: E731
-    wrapped = NxDPPModel(model, nn.Linear, num_microbatches=2, post_partition_hooks=[hook])
-    x = torch.randn(4, 4)
-    loss: Any = wrapped.run_train(x=x)
-    expected = [whole(part) for part in x.chunk(2)]
-    (torch.stack(expected).mean()).backward()
-    assert rank == 0 or torch.equal(loss, torch.stack(expected).mean())
-    assert gradient_differences(wrapped, whole) == {}
-
-
-@pytest.mark.parametrize("place", [local, whole_model])
-def test_parameters_and_buffers_above_layers(place: Place) -> None:
-    run_ranks(2, change_above_layers, place)
-
-
-def checkpoint(rank: int) -> None:
-    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
-    model = make("llama")
-    whole = reference(model)
-    calls: list[NxDPPModel] = []
-    wrapped = NxDPPModel(model, num_microbatches=2, post_partition_hooks=(h for h in (apply_checkpoint, calls.append)))  # type: ignore[arg-type]
-    assert calls == [wrapped]
-    layers = [dict(wrapped.local_named_modules())[name] for name in wrapped.stage_layers]
-    assert all(isinstance(layer.forward, functools.partial) for layer in layers)
-    wrapped.run_train(**padded_batch(4))
-    train_in_one_process(whole, padded_batch(4), 2)
-    assert gradient_differences(wrapped, whole) == {}
-
-
-def test_apply_checkpoint_is_a_hook() -> None:
-    run_ranks(2, checkpoint)
-
-
-def step_first(rank: int) -> None:
-    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
-    model = make("llama")
-    whole = reference(model)
-
-    def hook(wrapped: NxDPPModel) -> None:
-        wrapped.run_train(**padded_batch(4))
-        adapt_head(wrapped.local_module)
-
-    wrapped = NxDPPModel(model, num_microbatches=2, post_partition_hooks=[hook])
-    train_in_one_process(whole, padded_batch(4), 2)
-    adapt_head(whole)
-    wrapped.run_train(**padded_batch(4))
-    train_in_one_process(whole, padded_batch(4), 2)
-    enclose_layers(wrapped.local_module)
-    enclose_layers(whole)
-    wrapped.refresh()
-    wrapped.run_train(**padded_batch(4))
-    train_in_one_process(whole, padded_batch(4), 2)
-    assert gradient_differences(wrapped, whole) == {}
-
-
-def test_replacing_after_a_step() -> None:
-    run_ranks(2, step_first)
-
-
 def adapt(tree: nn.Module) -> None:
     adapt_layers(tree)
     adapt_head(tree)
@@ -270,14 +134,14 @@ def adapt(tree: nn.Module) -> None:
 
 def adapt_on_meta(rank: int, directory: str, built: str) -> None:
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
-    whole = reference(make("tied_llama"))
+    whole = reference(make("tied_llama", layers=2))
     adapt(whole)
     hooks: list[Any] = [lambda wrapped: adapt(wrapped.local_module)]
     if built == "deferred":
-        model = deferred_init(make, "tied_llama")
+        model = deferred_init(make, "tied_llama", layers=2)
     else:
         with torch.device("meta"):
-            model = make("tied_llama")
+            model = make("tied_llama", layers=2)
         model.tie_weights()
         hooks.insert(0, lambda wrapped: load_pretrained(wrapped, directory))
     wrapped = NxDPPModel(model, num_microbatches=2, post_partition_hooks=hooks)
@@ -286,12 +150,6 @@ def adapt_on_meta(rank: int, directory: str, built: str) -> None:
     train_in_one_process(whole, padded_batch(4), 2)
     differences = gradient_differences(wrapped, whole)
     assert all(n in TIED and distance is not None and distance < 1e-6 for n, distance in differences.items())
-
-
-@pytest.mark.parametrize("built", ["deferred", "meta"])
-def test_model_built_on_meta(built: str, tmp_path: Path) -> None:
-    make("tied_llama").save_pretrained(tmp_path)
-    run_ranks(2, adapt_on_meta, str(tmp_path), built)
 
 
 def break_it(model: NxDPPModel) -> None:
@@ -303,24 +161,6 @@ def take_away(model: NxDPPModel) -> None:
     delattr(inner, "embed_tokens" if model.rank == 0 else "norm")
 
 
-def replace_above(model: NxDPPModel) -> None:
-    model.local_module.model = nn.Identity()
-
-
-def replace_above_in_whole(model: NxDPPModel) -> None:
-    model.original_module.model = nn.Identity()
-
-
-def replace_by_two(model: NxDPPModel) -> None:
-    for tree in (model.local_module, model.original_module):
-        tree.get_submodule("model").rotary_emb = nn.Identity()
-
-
-def lose_tie(model: NxDPPModel) -> None:
-    for name in ("model.embed_tokens", "lm_head"):
-        replace(model.local_module, name, lambda *_: nn.Identity())
-
-
 def resize_tie(model: NxDPPModel) -> None:
     for name in ("model.embed_tokens", "lm_head"):
         replace(model.local_module, name, lambda *_: nn.Embedding(7, 32))
@@ -328,10 +168,6 @@ def resize_tie(model: NxDPPModel) -> None:
 
 WRONG: list[tuple[Any, type[Exception], str]] = [
     (take_away, RuntimeError, r"model\.(embed_tokens|norm) was taken away"),
-    (replace_above, RuntimeError, "model was replaced; it is above the transformer layers"),
-    (replace_above_in_whole, RuntimeError, "model was replaced; it is above the transformer layers"),
-    (replace_by_two, RuntimeError, "model.rotary_emb was replaced by one thing in local_module and by another"),
-    (lose_tie, RuntimeError, r"of shape \[61, 32\], is tied over the pipeline ranks \[0, 1\] and was taken away"),
     (resize_tie, RuntimeError, r"is tied over the pipeline ranks \[0, 1\] and was replaced by one of \[7, 32\]"),
 ]
 
@@ -340,24 +176,37 @@ def refuse(rank: int) -> None:
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
     for hook, kind, message in WRONG:
         with pytest.raises(kind, match=message):
-            NxDPPModel(make("tied_llama"), post_partition_hooks=[hook])
+            NxDPPModel(make("tied_llama", layers=2), post_partition_hooks=[hook])
+    with pytest.raises(TypeError, match="must be a list of functions"):
+        NxDPPModel(make("llama"), post_partition_hooks=print)  # type: ignore[arg-type]
     called: list[Any] = []
     with pytest.raises(ArithmeticError, match="the hook broke") as caught:
-        NxDPPModel(make("llama"), post_partition_hooks=[called.append, functools.partial(break_it), called.append])
+        NxDPPModel(
+            make("llama", layers=2), post_partition_hooks=[called.append, functools.partial(break_it), called.append]
+        )
     assert caught.value.__notes__ == [f"raised by post_partition_hooks[1], break_it, on pipeline rank {rank}"]
     assert len(called) == 1
-    model = make("llama")
+    model = make("llama", layers=2)
     before = dict(model.named_parameters())
     with pytest.raises(TypeError, match=r"post_partition_hooks\[0\] is 7, which cannot be called"):
         NxDPPModel(model, post_partition_hooks=[7])  # type: ignore[list-item]
     assert all(parameter is before[name] for name, parameter in model.named_parameters())
 
 
-def test_wrong_hooks_are_refused() -> None:
-    run_ranks(2, refuse)
+# A tie matters to changes of the tied weight.
+CASES: list[tuple[str, Change, Place]] = [
+    *(("llama", change, local) for change in (adapt_layers, enclose_layers, cast, assign)),
+    *(("tied_llama", change, local) for change in (adapt_head, new_parameters)),
+    ("llama", enclose_layers, whole_model),
+    ("tied_llama", adapt_head, whole_model),
+]
 
 
-def test_hooks_must_be_a_list() -> None:
-    assert checked_hooks(None) == ()
-    with pytest.raises(TypeError, match="must be a list of functions"):
-        checked_hooks(print)
+def test_changes_train_as_in_one_process(tmp_path: Path) -> None:
+    make("tied_llama", layers=2).save_pretrained(tmp_path)
+    run_in_turn(
+        2,
+        *((compare, *case) for case in CASES),
+        *((adapt_on_meta, str(tmp_path), built) for built in ("deferred", "meta")),
+        refuse,
+    )

@@ -1,7 +1,7 @@
 """Steps of samples: their outputs on all ranks, and the gradients of one process."""
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import pytest
@@ -13,9 +13,9 @@ from transformers.modeling_outputs import SequenceClassifierOutput
 from nxdpp import NxDPPModel, parallel_state
 from nxdpp.pipeline.config import PipelineConfig
 from nxdpp.tracing.values.nested import leaves_of
+from tests.pipeline.in_turn import run_in_turn
 from tests.pipeline.runtime.scheduled_models import Chain
 from tests.support.plain_models import WIDTH
-from tests.support.run_ranks import run_ranks
 
 SAMPLES = 3
 
@@ -105,18 +105,6 @@ def assert_equal(ours: Any, theirs: Any) -> None:
             assert own == other
 
 
-@pytest.fixture
-def one_rank() -> Iterator[None]:
-    parallel_state.initialize_model_parallel()
-    yield
-    parallel_state.destroy_model_parallel()
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_outputs_and_gradients_are_those_of_one_process(form: str, one_rank: None) -> None:
-    assert_trains_alike(lambda: make(form), samples(), virtual_pipeline_size=2)
-
-
 def test_the_marked_loss_is_taken(one_rank: None) -> None:
     def make_model() -> nn.Module:
         return Several(lambda loss, out, first: (out, loss))
@@ -129,13 +117,6 @@ def test_the_marked_loss_is_taken(one_rank: None) -> None:
 
     assert [out.shape for out, _ in outputs] == [(2, 1)] * SAMPLES
     assert model.get_parameter("embedding.weight").grad is not None
-
-
-def test_the_loss_of_a_transform_is_differentiated(one_rank: None) -> None:
-    factors = (0.0, 3.0, -0.5)
-    assert_trains_alike(
-        lambda: make("a tuple"), samples(), lambda number, loss: loss * factors[number] + 1.0, virtual_pipeline_size=2
-    )
 
 
 def test_gradients_are_those_of_the_sum(one_rank: None) -> None:
@@ -152,47 +133,17 @@ def test_gradients_are_those_of_the_sum(one_rank: None) -> None:
         torch.testing.assert_close(ours.grad, theirs.grad)
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"gradient_reduction": "max"}, r"gradient_reduction='max' must be 'mean'"),
-        (
-            {"gradient_reduction": "sum", "loss_normalization": "tokens", "count_items_fn": len},
-            r"gradient_reduction='sum' and loss_normalization='tokens' exclude each other",
-        ),
-    ],
-)
-def test_other_reductions_are_refused(settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        PipelineConfig(make("a loss"), **settings).check()
-
-
-def test_samples_that_do_not_count_give_zeros(one_rank: None) -> None:
-    model = make("a loss")
-    pipeline = NxDPPModel(model, num_microbatches=SAMPLES, virtual_pipeline_size=2)
-    outputs = pipeline.steps.train_samples(samples(), lambda number, loss: loss * 0.0)
-
-    assert all(loss > 0 for loss in outputs)
-    for parameter in model.parameters():
-        assert parameter.grad is not None
-        assert not parameter.grad.any()
+def test_other_reductions_are_refused() -> None:
+    settings: dict[str, Any] = {"loss_normalization": "tokens", "count_items_fn": len}
+    with pytest.raises(ValueError, match=r"gradient_reduction='sum' and loss_normalization='tokens' exclude each"):
+        PipelineConfig(make("a loss"), gradient_reduction="sum", **settings).check()
 
 
 REFUSED: list[tuple[Any, type[Exception], str]] = [
     (samples()[:2], ValueError, r"num_microbatches=3, and was given 2 samples\. Give 3 of them"),
     (samples()[0], TypeError, r"the samples must be a list of the inputs of each microbatch, not \{"),
-    ([*samples()[:2], {"y": torch.ones(2, WIDTH)}], ValueError, r"y"),
     ([torch.ones(2, WIDTH)] * 3, TypeError, r"inputs must be a dict by name, not a Tensor"),
 ]
-
-
-@pytest.mark.parametrize(("given", "kind", "message"), REFUSED)
-def test_other_samples_are_refused(given: Any, kind: type[Exception], message: str, one_rank: None) -> None:
-    pipeline = NxDPPModel(make("a loss"), num_microbatches=SAMPLES, virtual_pipeline_size=2)
-    for call in (pipeline.steps.train_samples, pipeline.steps.eval_samples):
-        with pytest.raises(kind, match=message):
-            call(given)
-    assert len(pipeline.steps.train_samples(samples())) == SAMPLES
 
 
 TRANSFORMS: list[Callable[[int, torch.Tensor], Any]] = [
@@ -202,33 +153,32 @@ TRANSFORMS: list[Callable[[int, torch.Tensor], Any]] = [
 ]
 
 
-@pytest.mark.parametrize("transform", TRANSFORMS)
-def test_a_transform_that_gives_no_loss_is_refused(transform: Any, one_rank: None) -> None:
+def test_other_samples_and_transforms_are_refused(one_rank: None) -> None:
     pipeline = NxDPPModel(make("a loss"), num_microbatches=SAMPLES, virtual_pipeline_size=2)
-    with pytest.raises(ValueError, match=r"the transform of a loss must return a tensor of one element"):
-        pipeline.steps.train_samples(samples(), transform)
-
-
-def test_the_mean_over_labels_has_no_samples(one_rank: None) -> None:
+    for given, kind, message in REFUSED:
+        for call in (pipeline.steps.train_samples, pipeline.steps.eval_samples):
+            with pytest.raises(kind, match=message):
+                call(given)
+    for transform in TRANSFORMS:
+        with pytest.raises(ValueError, match=r"the transform of a loss must return a tensor of one element"):
+            pipeline.steps.train_samples(samples(), transform)
+    assert len(pipeline.steps.train_samples(samples())) == SAMPLES
     pipeline = NxDPPModel(make("a loss"), num_microbatches=SAMPLES, loss_normalization="tokens", count_items_fn=len)
-    for call in (pipeline.steps.train_samples, pipeline.steps.eval_samples):
-        with pytest.raises(ValueError, match=r"loss_normalization='tokens' makes one loss of all samples"):
-            call(samples())
+    with pytest.raises(ValueError, match=r"loss_normalization='tokens' makes one loss of all samples"):
+        pipeline.steps.train_samples(samples())
 
 
 def over_ranks(rank: int) -> None:
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2, order=("data", "pipeline", "tensor"))
     for form in FORMS:
         assert_trains_alike(lambda form=form: make(form), samples())  # type: ignore[misc]
-    for schedule in ("interleaved", "zb-v", "gpipe"):
-        chunks = 1 if schedule == "gpipe" else 2
-        assert_trains_alike(
-            lambda: make("a tuple"),
-            samples(),
-            lambda number, loss: loss * (number != 1),
-            schedule=schedule,
-            virtual_pipeline_size=chunks,
-        )
+    assert_trains_alike(
+        lambda: make("a tuple"),
+        samples(),
+        lambda number, loss: loss * (0.0, 3.0, -0.5)[number] + 1.0,
+        schedule="zb-v",
+        virtual_pipeline_size=2,
+    )
 
 
 def over_replicas(rank: int) -> None:
@@ -253,9 +203,5 @@ def over_replicas(rank: int) -> None:
             assert_equal(parameter.grad, first + second)
 
 
-def test_gradients_are_summed_over_replicas() -> None:
-    run_ranks(2, over_replicas)
-
-
-def test_every_rank_gets_all_outputs() -> None:
-    run_ranks(2, over_ranks)
+def test_every_rank_gets_all_outputs_and_replicas_the_sum_of_gradients() -> None:
+    run_in_turn(2, over_ranks, over_replicas)

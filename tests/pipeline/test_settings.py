@@ -50,14 +50,8 @@ def test_a_sum_over_replicas_and_an_optimizer_that_averages_exclude_each_other()
     NxDPPModel(model, gradient_reduction="sum")
 
 
-@pytest.mark.parametrize("name", ["part", "steps"])
-def test_what_runs_the_model_is_not_replaced(name: str) -> None:
-    model: Any = make("llama", layers=2)
-    setattr(model, name, 5)
-    wrapped = NxDPPModel(model, num_microbatches=2)
-    before = getattr(wrapped, name)
-    with pytest.raises(AttributeError, match=rf"{name} is the pipeline's own: .* Set model\.original_module\.{name}"):
-        setattr(wrapped, name, 7)
-    setattr(wrapped.original_module, name, 7)
-    assert getattr(wrapped, name) is before
-    assert getattr(wrapped.original_module, name) == 7
+def test_what_runs_the_model_is_not_replaced() -> None:
+    wrapped: Any = NxDPPModel(make("llama", layers=2), num_microbatches=2)
+    for name in ("part", "steps"):
+        with pytest.raises(AttributeError, match=rf"{name} is the pipeline's own: .* Set model\.original_module\."):
+            setattr(wrapped, name, 7)

@@ -10,13 +10,13 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 import nxdpp
 from nxdpp import NxDPPModel, parallel_state
 from nxdpp.gradients.shards.local_tensors import local_rows
+from tests.pipeline.in_turn import run_in_turn
 from tests.support.models import VOCABULARY, llama
 from tests.support.run_ranks import run_ranks
 
 MICROBATCHES = 2
 POLICIES: dict[str, dict[str, Any]] = {
     "gradients add up in float32": {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32},
-    "bfloat16": {"param_dtype": torch.bfloat16},
     "the output is float32": {"param_dtype": torch.bfloat16, "output_dtype": torch.float32},
 }
 
@@ -25,7 +25,7 @@ def of_torch(policy: dict[str, Any]) -> Any:
     """The unwrapped model, each layer a unit. Only the whole has an output dtype: its head takes bfloat16."""
     mesh = parallel_state.get_device_mesh()["data"]
     torch.manual_seed(0)
-    model: Any = llama()
+    model: Any = llama(2)
     inner = MixedPrecisionPolicy(**{key: value for key, value in policy.items() if key != "output_dtype"})
     for layer in model.model.layers:
         torch_fully_shard(layer, mesh=mesh, mp_policy=inner)
@@ -49,7 +49,7 @@ def train(rank: int) -> dict[str, list[float]]:
     for name, policy in POLICIES.items():
         theirs = of_torch(policy)
         torch.manual_seed(0)
-        ours = NxDPPModel(llama(), num_microbatches=MICROBATCHES)
+        ours = NxDPPModel(llama(2), num_microbatches=MICROBATCHES)
         nxdpp.fully_shard(ours, mp_policy=MixedPrecisionPolicy(**policy))
         optimizers = [torch.optim.AdamW(each.parameters(), lr=1e-3) for each in (ours, theirs)]
         found[name] = []
@@ -70,15 +70,10 @@ def train(rank: int) -> dict[str, list[float]]:
     return found
 
 
-def test_gradients_equal_those_of_torch() -> None:
-    for rank in run_ranks(2, train):
-        assert rank == {name: [0.0, 0.0] for name in POLICIES}
-
-
 def refuse(rank: int) -> None:
     parallel_state.initialize_model_parallel(hang_timeout=60)
     torch.manual_seed(0)
-    model = NxDPPModel(llama(), num_microbatches=MICROBATCHES)
+    model = NxDPPModel(llama(2), num_microbatches=MICROBATCHES)
     names = [name for name, _ in model.local_named_parameters()]
     with pytest.raises(
         ValueError, match=r"^CPUOffloadPolicy\(\) pins memory for a CUDA device.* leave offload_policy out"
@@ -116,9 +111,9 @@ class _Penalised(torch.nn.Module):
         return {"loss": x.pow(2).mean() + 0.01 * self.layers[1].weight.pow(2).sum()}  # type: ignore[operator]
 
 
-def read_outside(rank: int, pipeline: int) -> dict[str, float]:
+def read_outside(rank: int) -> dict[str, float]:
     """Return the differences of gradients from one process with the remedy that the refusal names."""
-    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=pipeline, hang_timeout=60)
+    parallel_state.initialize_model_parallel(hang_timeout=60)
     torch.manual_seed(0)
     whole, module = _Penalised(), _Penalised()
     module.load_state_dict(whole.state_dict())
@@ -134,19 +129,21 @@ def read_outside(rank: int, pipeline: int) -> dict[str, float]:
     return {name: (gradients[name] - expected[name]).abs().amax().item() for name in gradients}
 
 
-def refuse_read_outside(rank: int, pipeline: int) -> None:
-    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=pipeline, hang_timeout=60)
+def refuse_read_outside(rank: int) -> None:
+    parallel_state.initialize_model_parallel(hang_timeout=60)
     torch.manual_seed(0)
     model = NxDPPModel(_Penalised(), _ReadLayer, num_microbatches=2, output_loss_value_spec={"loss": True})
     nxdpp.fully_shard(model, reshard_after_forward=True)
     model.run_train(x=torch.ones(4, 4))
 
 
-@pytest.mark.parametrize(("ranks", "pipeline"), [(2, 1), (4, 2)])
-def test_a_weight_that_is_read_outside_of_its_layer(ranks: int, pipeline: int) -> None:
+def test_gradients_equal_those_of_torch_and_the_remedy_for_a_weight_that_is_read_outside() -> None:
+    for found, differences in run_in_turn(2, train, read_outside):
+        assert found == {name: [0.0, 0.0] for name in POLICIES}
+        assert max(differences.values()) < 1e-6, differences
+
+
+def test_a_weight_that_is_read_outside_of_its_layer() -> None:
     told = "forward reads layers.1.weight outside of its layer.*Call fully_shard without reshard_after_forward=True"
     with pytest.raises(AssertionError, match=told):
-        run_ranks(ranks, refuse_read_outside, pipeline)
-    # The remedy, followed.
-    for differences in run_ranks(ranks, read_outside, pipeline):
-        assert max(differences.values()) < 1e-6, differences
+        run_ranks(2, refuse_read_outside)

@@ -1,19 +1,16 @@
 """Samples of any structure: each tensor in them is an input of its own."""
 
-from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers.modeling_outputs import BaseModelOutput
 
-from nxdpp import NxDPPModel, trace_layers
-from nxdpp.tracing.values.input_dicts import close_inputs, open_inputs
-from tests.pipeline.test_samples import assert_trains_alike, one_rank  # noqa: F401  # a fixture
+from nxdpp import NxDPPModel
+from tests.pipeline.test_samples import assert_trains_alike
 from tests.support.plain_models import WIDTH, Base
 
 
@@ -31,7 +28,6 @@ class Sample:
     x: Tensor
     y: Tensor
     weight: float = 0.5
-    more: list[Any] = field(default_factory=list)
 
 
 class OfAPair(Base):
@@ -56,13 +52,6 @@ class OfAttributes(Base):
         return loss
 
 
-class OfNumbers(Base):
-    def forward(self, data: Any) -> Tensor:
-        hidden = self.through(self.blocks, self.embedding(data[0]))
-        loss: Tensor = (self.head(hidden) - data[7]).square().mean()
-        return loss
-
-
 def pairs(number: int) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(number)
     return torch.randn(2, WIDTH, generator=generator), torch.randn(2, 1, generator=generator)
@@ -77,62 +66,27 @@ def namespace(number: int) -> SimpleNamespace:
     return SimpleNamespace(x=x, y=y, weight=2)
 
 
-CASES: dict[str, tuple[type[nn.Module], Callable[[int], Any]]] = {
-    "a list": (OfAPair, lambda number: list(pairs(number))),
-    "a tuple": (OfAPair, pairs),
-    "a named tuple": (OfAPair, lambda number: Pair(*pairs(number))),
-    "a result of torch": (OfAPair, lambda number: torch.return_types.sort(pairs(number))),
-    "nested": (OfPositions, lambda number: [pairs(number)[0], ({"y": pairs(number)[1], "z": None},)]),
-    "a frozen dataclass": (OfAttributes, attributes(Sample)),
-    "attributes": (OfAttributes, namespace),
-    "numbers as keys": (OfNumbers, lambda number: OrderedDict({0: pairs(number)[0], 7: pairs(number)[1]})),
-}
+CASES: tuple[tuple[type[nn.Module], Callable[[int], Any]], ...] = (
+    (OfAPair, lambda number: Pair(*pairs(number))),
+    (OfPositions, lambda number: [pairs(number)[0], ({"y": pairs(number)[1], "z": None},)]),
+    (OfAttributes, attributes(Sample)),
+    (OfAttributes, namespace),
+)
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_a_structure_is_exact(case: str, one_rank: None) -> None:  # noqa: F811
-    model, sample = CASES[case]
-    given = [{"data": sample(number)} for number in range(3)]
-    assert_trains_alike(model, given, virtual_pipeline_size=2)
+def test_structures_are_exact(one_rank: None) -> None:
+    for model, sample in CASES:
+        assert_trains_alike(model, [{"data": sample(number)} for number in range(2)], virtual_pipeline_size=2)
     settings: dict[str, Any] = {"gradient_reduction": "sum", "check_against_module": "first"}
-    assert_trains_alike(model, given, virtual_pipeline_size=2, **settings)
+    given = [{"data": pairs(0)}, {"data": list(pairs(1))}]
+    assert_trains_alike(OfAPair, given, virtual_pipeline_size=2, **settings)
 
 
-def test_layers_are_traced_for_a_structure() -> None:
-    assert trace_layers(OfAPair(), {"data": pairs(0)}).even_cuts(2)
-    assert trace_layers(OfAttributes(), {"data": attributes(Sample)(0)}).costs
-
-
-def test_opened_structures_are_closed_to_new_ones() -> None:
-    x, y = pairs(0)
-    inputs = {"data": Sample(x, y, more=[Pair(x, y), (), {"k": [3, None, "text"], 1: {}}])}
-    opened = open_inputs(inputs, all_kinds=True)
-    assert [name for name, value in opened.items() if isinstance(value, Tensor)] == [
-        "data.x",
-        "data.y",
-        "data.more[0][0]",
-        "data.more[0][1]",
-    ]
-    closed = close_inputs(opened)
-    assert closed["data"] is not inputs["data"]
-    assert (closed["data"].x is x, closed["data"].weight, closed["data"].more) == (True, 0.5, inputs["data"].more)
-    assert isinstance(closed["data"].more[0], Pair)
-
-
-REFUSED: list[tuple[Any, str]] = [
-    ({1, 2}, r"input data is a set; a sample has tensors, .* dataclasses of these\. Make it one of them"),
-    ([object()], r"input data\[0\] is a object; a sample has"),
-    ({(1, 2): torch.ones(2)}, r"input data is a dict; a sample has"),
-    (BaseModelOutput(last_hidden_state=torch.ones(2)), r"input data is a BaseModelOutput; a sample has"),
-]
-
-
-@pytest.mark.parametrize(("data", "message"), REFUSED)
-def test_other_kinds_are_refused(data: Any, message: str, one_rank: None) -> None:  # noqa: F811
+def test_other_kinds_are_refused(one_rank: None) -> None:
     pipeline = NxDPPModel(OfAPair(), num_microbatches=1, virtual_pipeline_size=2)
-    with pytest.raises(TypeError, match=message):
-        pipeline.steps.train_samples([{"data": data}])
-
-
-def test_samples_may_have_other_structures(one_rank: None) -> None:  # noqa: F811
-    assert_trains_alike(OfAPair, [{"data": pairs(0)}, {"data": list(pairs(1))}], virtual_pipeline_size=2)
+    for data, message in (
+        ({1, 2}, r"input data is a set; a sample has tensors, .* dataclasses of these\. Make it one of them"),
+        ([object()], r"input data\[0\] is a object; a sample has"),
+    ):
+        with pytest.raises(TypeError, match=message):
+            pipeline.steps.train_samples([{"data": data}])

@@ -16,7 +16,7 @@ CPU = torch.device("cpu")
 
 @pytest.mark.parametrize(
     "value",
-    [A, (A, B), [A, None, "text", 3], {"b": B, "a": (A, A)}, BaseModelOutput(last_hidden_state=A), None, 7, ()],
+    [[A, None, "text", 3], {"b": B, "a": (A, A)}, BaseModelOutput(last_hidden_state=A), 7, ()],
 )
 def test_a_value_is_rebuilt_from_its_layout_and_tensors(value: Any) -> None:
     layout = unpacked(packed(layout_of(value)))
@@ -29,20 +29,9 @@ def test_a_value_is_rebuilt_from_its_layout_and_tensors(value: Any) -> None:
     assert layout_of(rebuilt) == layout_of(value)
 
 
-def test_the_layout_of_a_tensor() -> None:
-    (layout,) = layout_of(B).tensors
-
-    assert layout.size == (4,)
-    assert layout.dtype is torch.float64
-    assert layout.requires_grad
-    assert layout.allocate(CPU).shape == (4,)
-    assert not layout_of(A).tensors[0].requires_grad
-
-
 @pytest.mark.parametrize(
     "tensor",
     [
-        torch.randn(2, 3, 4),
         torch.randn(2, 3, 4).transpose(0, 2),
         torch.randn(4, 6)[:, ::2],
         torch.randn(1, 3).expand(5, 3),
@@ -68,18 +57,11 @@ def test_a_dense_tensor_is_not_copied() -> None:
         assert layout_of(tensor).tensors[0].arrange(tensor) is tensor
 
 
-def test_the_same_layout_passes_with_any_strides() -> None:
-    check_layout("hidden", torch.randn(3, 2).T, layout_of(A))
-    check_layout("hidden", (A, 1), layout_of((A, 1)))
-
-
-@pytest.mark.parametrize("value", [torch.randn(2, 4), A.double(), (A, A), None])
-def test_another_layout_is_refused(value: Any) -> None:
-    with pytest.raises(RuntimeError, match=r"the value hidden, .*, is now .*it was float32\[2, 3\]"):
-        check_layout("hidden", value, layout_of(A))
-
-
-def test_a_number_that_changes_from_microbatch_to_microbatch_is_refused() -> None:
+def test_another_layout_is_refused_and_other_strides_pass() -> None:
+    check_layout("hidden", (torch.randn(3, 2).T, 1), layout_of((A, 1)))
+    for value in (torch.randn(2, 4), A.double(), (A, A), None):
+        with pytest.raises(RuntimeError, match=r"the value hidden, .*, is now .*it was float32\[2, 3\]"):
+            check_layout("hidden", value, layout_of(A))
     with pytest.raises(RuntimeError, match=r"is now float32\[2, 3\], 1; .* it was float32\[2, 3\], 2"):
         check_layout("hidden", (A, 1), layout_of((A, 2)))
 
@@ -88,17 +70,6 @@ def test_an_unexpected_gradient_is_refused() -> None:
     with pytest.raises(RuntimeError, match=r"hidden, .* now requires a gradient .* Call refresh\(\) on every rank"):
         check_layout("hidden", A.clone().requires_grad_(), layout_of(A))
     check_layout("hidden", B.detach(), layout_of(B))
-
-
-def test_a_tensor_with_two_places_is_sent_once() -> None:
-    layout = layout_of((A, {"again": A}))
-
-    first, rest = layout.build([A])
-
-    assert len(layout.tensors) == 1
-    assert rest["again"] is first
-    with pytest.raises(RuntimeError, match=r"the value hidden, .*, is now"):
-        check_layout("hidden", (A, {"again": A.clone()}), layout)
 
 
 def test_tensors_that_share_memory_are_marked() -> None:

@@ -13,6 +13,7 @@ from nxdpp.pipeline.p2p.layout import layout_of
 from nxdpp.pipeline.p2p.transport import Direction, Transport, are_zeros, is_mark, mark_like, zeros_like
 from nxdpp.ranks import host_link
 from nxdpp.ranks.transfer_groups import TransferGroups
+from tests.pipeline.in_turn import run_in_turn
 from tests.support.nccl_rules import use_nccl_rules
 from tests.support.run_ranks import run_ranks
 
@@ -103,11 +104,6 @@ def _exchange_with_one_tag(transport: Transport, rank: int) -> None:
         assert torch.equal(received, tensor)
 
 
-@pytest.mark.cpu_only("it is about messages of gloo and of shared memory")
-def test_received_tensors_equal_the_sent_ones() -> None:
-    run_ranks(2, exchange)
-
-
 _OF_NCCL = {torch.uint8, torch.int8, torch.bool, torch.int32, torch.int64, *(t.dtype for t in TENSORS)} - {
     torch.complex64
 }
@@ -142,87 +138,6 @@ def exchange_as_on_nccl(rank: int) -> None:
                 continue
             received = transport.post_receive(layout, 0, Direction.ACTIVATION, 0)()
             assert (received.dtype, received.stride(), received.tolist()) == (dtype, layout.stride, tensor.tolist())
-    parallel_state.destroy_model_parallel()
-
-
-def test_dtypes_that_nccl_does_not_have_are_sent_as_bytes() -> None:
-    run_ranks(2, exchange_as_on_nccl)
-
-
-def test_a_large_message_is_posted_ahead_and_a_small_one_holds_no_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[str] = []
-
-    class Noted:
-        """A group and a link in one."""
-
-        def send(self, message: Any, *_: int) -> bool:
-            calls.append("link" if isinstance(message, torch.Tensor) else "gloo")
-            return True
-
-        def recv(self, *_: Any) -> Any:
-            calls.append("posted")
-
-    groups = OneGroup(Noted())
-    monkeypatch.setattr(groups, "links", {1: Noted()})
-    monkeypatch.setattr(torch.distributed, "get_rank", lambda _: 0)
-    monkeypatch.setattr(transport_module, "LARGEST_SLOT", 16)
-    transport = Transport(cast(TransferGroups, groups), cast(Any, None), torch.device("cpu"))
-    for numbers, expected in ((4, ["link"]), (5, ["posted", "gloo"])):
-        calls.clear()
-        message = torch.ones(numbers)
-        transport.post_receive(layout_of(message).tensors[0], 1, Direction.ACTIVATION, 0)
-        _, held = transport.send(message, 1, Direction.ACTIVATION, 0)
-        assert calls == expected
-        assert (held is message) == (numbers == 5)
-
-
-def exchange_metadata(rank: int) -> None:
-    transport = make_transport()
-    layouts = {"hidden": layout_of((TENSORS[1], None, {"mask": TENSORS[3]}))}
-    if rank == 0:
-        transport.send_object(layouts, 1, 0, Direction.ACTIVATION)
-        transport.finish()
-    else:
-        received = transport.receive_object(0, 0, Direction.ACTIVATION)
-        assert received == layouts
-        built = received["hidden"].build([TENSORS[1], TENSORS[3]])
-        assert built[1] is None
-        assert built[2]["mask"] is TENSORS[3]
-
-
-def test_received_layouts_equal_the_sent_ones() -> None:
-    run_ranks(2, exchange_metadata)
-
-
-def send_from_another_device(rank: int) -> None:
-    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
-    group = parallel_state.get_pipeline_model_parallel_group()
-    seen: list[torch.device] = []
-
-    class Recording:
-        """A process group that notes the devices of sent and received tensors."""
-
-        def send(self, tensors: list[torch.Tensor], destination: int, tag: int) -> object:
-            seen.extend(tensor.device for tensor in tensors)
-            return group.send(tensors, destination, tag)
-
-        def recv(self, tensors: list[torch.Tensor], source: int, tag: int) -> object:
-            seen.extend(tensor.device for tensor in tensors)
-            return group.recv(tensors, source, tag)
-
-    transport = Transport(cast(TransferGroups, OneGroup(Recording())), group, torch.device("meta"))
-    layout = layout_of(TENSORS[0]).tensors[0]
-    if rank == 0:
-        work, _ = transport.send(TENSORS[0], 1, Direction.ACTIVATION, 0)
-        work.wait()
-    else:
-        assert transport.post_receive(layout, 0, Direction.ACTIVATION, 0)().device.type == "meta"
-    assert seen == [torch.device("cpu")]
-
-
-@pytest.mark.cpu_only("it is about messages of gloo and of shared memory")
-def test_gloo_is_only_ever_given_host_memory() -> None:
-    run_ranks(2, send_from_another_device)
 
 
 def exchange_through_host(rank: int) -> None:
@@ -255,11 +170,6 @@ def exchange_through_host(rank: int) -> None:
         work.wait()
 
 
-@pytest.mark.cpu_only("it is about messages of gloo and of shared memory")
-def test_tensors_of_another_device_go_through_host_memory_and_shared_memory() -> None:
-    run_ranks(2, exchange_through_host)
-
-
 def receive_in_another_order(rank: int) -> None:
     """Messages of a first step between two ranks with several stages each, received in another order."""
     transport = make_transport()
@@ -279,11 +189,6 @@ def receive_in_another_order(rank: int) -> None:
         assert torch.equal(arrived(), TENSORS[0] + direction)
 
 
-@pytest.mark.cpu_only("it is about messages of gloo and of shared memory")
-def test_activations_gradients_and_metadata_of_one_tag_do_not_mix() -> None:
-    run_ranks(2, receive_in_another_order)
-
-
 def exchange_in_order(rank: int) -> None:
     """Messages without tags, of both directions in one group: matched by their order alone."""
     use_nccl_rules()
@@ -300,35 +205,27 @@ def exchange_in_order(rank: int) -> None:
 
 
 @pytest.mark.cpu_only("it is about messages of gloo and of shared memory")
-def test_messages_without_tags_are_matched_by_their_order() -> None:
-    run_ranks(2, exchange_in_order)
+def test_received_tensors_equal_the_sent_ones() -> None:
+    """The last two replace functions of their process."""
+    run_in_turn(2, receive_in_another_order, exchange, exchange_in_order)
+    run_ranks(2, exchange_through_host)
 
 
-DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64]
+def test_dtypes_that_nccl_does_not_have_are_sent_as_bytes() -> None:
+    run_ranks(2, exchange_as_on_nccl)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", [(), (1,), (2, 3, 4)])
-def test_a_mark_is_seen_and_no_other_value_is_one(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-    like = torch.ones(shape, dtype=dtype)
-
-    mark = mark_like(like)
-    assert mark.dtype == dtype
-    assert mark.shape == shape
-    assert is_mark(mark)
-    assert torch.isnan(mark).all()
-    for value in (0.0, 1.0, float("nan"), float("inf")):
-        other = like * value
-        assert not is_mark(other)
-        assert not is_mark(-other)
-        assert not is_mark(other - other)
-
-
-def test_the_memory_of_a_mark_has_the_strides_of_the_tensor() -> None:
-    like = torch.ones(2, 3, 4).permute(2, 0, 1)
-
-    assert mark_like(like).stride() == like.stride()
-    assert is_mark(mark_like(like))
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64])
+def test_a_mark_is_seen_and_no_other_value_is_one(dtype: torch.dtype) -> None:
+    for shape in ((), (1,), (2, 3, 4)):
+        like = torch.ones(shape, dtype=dtype)
+        mark = mark_like(like)
+        assert (mark.dtype, mark.shape) == (dtype, shape)
+        assert is_mark(mark)
+        assert torch.isnan(mark).all()
+        for value in (0.0, 1.0, float("nan"), float("inf")):
+            other = like * value
+            assert not any(map(is_mark, (other, -other, other - other)))
 
 
 def test_tensors_that_cannot_be_marks() -> None:

@@ -6,49 +6,11 @@ import pytest
 import torch
 from torch import nn
 
-from nxdpp.pipeline.partition.assignment import assign_nodes, check_layers_ran, parameter_owners, parameters_used
+from nxdpp.pipeline.partition.assignment import check_layers_ran
 from tests.support.in_process import InProcessPipeline
-from tests.support.traced_models import PlainLayer, PlainModel, make_inputs, make_model, options_for, trace_with
+from tests.support.traced_models import PlainLayer, PlainModel, options_for, trace_with
 
 X = {"x": torch.ones(3, 4)}
-
-
-def _stages(chain: InProcessPipeline) -> dict[str, int]:
-    return {node.name: stage for node, stage in chain.cut.assigned.items()}
-
-
-def test_layers_and_modules_around_them() -> None:
-    chain = InProcessPipeline(make_model("llama"), 2, make_inputs("llama"))
-
-    stages = _stages(chain)
-
-    assert stages["model_model_embed_tokens"] == 0
-    assert [stages[f"model_model_layers_{index}"] for index in range(4)] == [0, 0, 1, 1]
-    assert stages["model_model_norm"] == stages["model_lm_head"] == 1
-    assert "input_ids" not in stages
-    assert "create_causal_mask" not in stages
-    assert "model_model_rotary_emb" not in stages
-
-
-@pytest.mark.parametrize("architecture", ["llama", "gpt2", "bert", "mixtral"])
-def test_every_parameter_has_an_owner(architecture: str) -> None:
-    model = make_model(architecture)
-
-    owners = InProcessPipeline(model, 4, make_inputs(architecture)).partition.owners
-
-    assert owners.keys() == dict(model.named_parameters(remove_duplicate=False)).keys()
-    assert all(owners.values())
-    for name, stages in owners.items():
-        for index in range(4):
-            if f"layer.{index}." in name or f"layers.{index}." in name or f"h.{index}." in name:
-                assert stages == {index}
-
-
-def test_a_tied_weight_has_both_stages() -> None:
-    owners = InProcessPipeline(make_model("tied_llama"), 3, make_inputs("llama")).partition.owners
-
-    assert owners["model.embed_tokens.weight"] == {0}
-    assert owners["lm_head.weight"] == {2}
 
 
 def test_an_unused_parameter_follows_the_parameter_before() -> None:
@@ -102,76 +64,6 @@ def test_an_unused_part_before_the_layers_is_on_their_stage() -> None:
     assert torch.equal(pipeline.train(batch, 1)[0], loss)
     for name, parameter in whole.named_parameters():
         assert torch.equal(model.get_parameter(name).grad, parameter.grad), name  # type: ignore[arg-type]
-
-
-class SharedProjection(PlainModel):
-    """A model with one projection before and after the layers, and a parameter without a module in the head."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.shared = nn.Linear(4, 4)
-        self.scale = nn.Parameter(torch.ones(4))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        hidden = self.shared(self.embedding(x))
-        for layer in self.layers:
-            hidden = layer(hidden)
-        result: torch.Tensor = self.head(self.shared(hidden) * self.scale).mean()
-        return result
-
-
-def test_a_module_used_on_two_stages_is_on_both() -> None:
-    model = SharedProjection()
-    chain = InProcessPipeline(model, 3, X, options_for(model, PlainLayer))
-
-    assert chain.partition.owners["shared.weight"] == {0, 2}
-    assert chain.partition.owners["scale"] == {2}
-    assert torch.equal(chain.forward(X), model(X["x"]))
-
-
-def test_later_traces_run_modules_on_the_owners_of_their_parameters() -> None:
-    class Optional(PlainModel):
-        def forward(self, x: torch.Tensor, early: bool = False) -> torch.Tensor:
-            hidden = self.embedding(x)
-            hidden = self.head(hidden) + hidden if early else hidden
-            for layer in self.layers:
-                hidden = layer(hidden)
-            result: torch.Tensor = (hidden if early else self.head(hidden)).mean()
-            return result
-
-    model = Optional()
-    options = options_for(model, PlainLayer)
-    chain = InProcessPipeline(model, 2, X, options)
-    traced = trace_with(model, {**X, "early": True}, options)
-
-    assigned_stages = chain.partition.assign(traced)
-
-    stages = {node.target: stage for node, stage in assigned_stages.items() if node.op == "call_module"}
-    assert chain.partition.owners["head.weight"] == {1}
-    assert stages["head"] == 1
-    assert stages["embedding"] == 0
-
-
-def test_a_node_with_parameters_of_two_stages_is_refused() -> None:
-    model = SharedProjection()
-    options = options_for(model, PlainLayer)
-    chain = InProcessPipeline(model, 2, X, options)
-
-    owners = {**chain.partition.owners, "head.weight": {0}, "head.bias": {1}}
-
-    with pytest.raises(ValueError, match="head needs parameters that are on different stages"):
-        assign_nodes(chain.cut.traced, model, chain.partition.layer_stages, 2, owners)
-
-
-def test_the_parameters_a_node_needs() -> None:
-    model = SharedProjection()
-    chain = InProcessPipeline(model, 2, X, options_for(model, PlainLayer))
-    used = {node.name: parameters_used(node, model) for node in chain.cut.traced.graph.nodes}
-
-    assert used["model_embedding"] == ["embedding.weight", "embedding.bias"]
-    assert used["mul"] == ["scale"]
-    assert used["x"] == []
-    assert parameter_owners({}, PlainModel())["embedding.weight"] == {0}
 
 
 def test_layers_must_run_once_and_in_order() -> None:

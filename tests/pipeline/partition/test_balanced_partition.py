@@ -9,8 +9,9 @@ import torch.distributed as dist
 from torch import nn
 
 from nxdpp import NxDPPModel, parallel_state
-from nxdpp.pipeline.arguments import check_auto_partition, check_partition
+from nxdpp.pipeline.arguments import check_partition
 from nxdpp.pipeline.config import PipelineConfig
+from tests.pipeline.in_turn import run_in_turn
 from tests.support.models import (
     gradient_differences,
     llama,
@@ -36,12 +37,6 @@ def train_balanced(rank: int) -> tuple[list[str], dict[str, float | None]]:
     wrapped.run_train(**batch)
     train_in_one_process(whole, batch, 2)
     return wrapped.pipeline_cuts, gradient_differences(wrapped, whole)
-
-
-def test_stage_with_a_heavy_head_has_one_layer() -> None:
-    for cuts, differences in run_ranks(2, train_balanced):
-        assert cuts == ["model.layers.2"]
-        assert differences == {}
 
 
 class Slow(nn.Module):
@@ -107,23 +102,20 @@ def train_profiled(rank: int) -> list[str]:
 
 
 def test_all_ranks_use_the_measurement_of_rank_0() -> None:
-    assert run_ranks(4, train_profiled) == [["layers.0"]] * 4
+    assert run_ranks(2, train_profiled) == [["layers.0"]] * 2
 
 
 def test_layers_of_tensor_ranks_are_not_measured_on_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parallel_state, "get_tensor_model_parallel_size", lambda: 2)
     batch = {"x": torch.empty(4, 4, device="meta")}
-    module = Sleepers(Slow(), Slow())
     with pytest.raises(ValueError, match="over 2 tensor-parallel ranks do not run there alone"):
-        PipelineConfig(module, Slow, partition="profiled", partition_batch=batch).check()
-    PipelineConfig(module, Slow, partition="balanced", partition_batch=batch).check()
+        PipelineConfig(Sleepers(Slow(), Slow()), Slow, partition="profiled", partition_batch=batch).check()
 
 
 def limit_memory(rank: int) -> tuple[list[str], list[str]]:
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
     ids = torch.empty(2, 16, dtype=torch.int64, device="meta")
     arguments: dict[str, Any] = {"partition": "balanced", "partition_batch": {"input_ids": ids, "labels": ids}}
-    unlimited = NxDPPModel(llama(8), num_microbatches=4, **arguments).pipeline_cuts
     model = llama(8)
     before = dict(model.named_parameters())
     with pytest.raises(ValueError, match=r"limit of 1\.86e-09 GiB.*smallest one needs 0\.001\d* GiB on rank \d"):
@@ -132,14 +124,16 @@ def limit_memory(rank: int) -> tuple[list[str], list[str]]:
     limited = NxDPPModel(model, num_microbatches=4, partition_memory_limit=1_100_000, **arguments)
     # With one microbatch in flight a stage needs less memory.
     once = NxDPPModel(llama(8), num_microbatches=1, partition_memory_limit=1_100_000, **arguments)
-    assert once.pipeline_cuts == unlimited
-    return unlimited, limited.pipeline_cuts
+    return once.pipeline_cuts, limited.pipeline_cuts
 
 
 @pytest.mark.cpu_only("a device has memory for communicators too")
-def test_memory_limit_moves_the_cut() -> None:
-    # The first stage has two microbatches in flight: 1.14 MB of weights, their state and activations.
-    assert run_ranks(2, limit_memory) == [(["model.layers.3"], ["model.layers.2"])] * 2
+def test_cuts_follow_costs_and_memory() -> None:
+    for (cuts, differences), limits in run_in_turn(2, train_balanced, limit_memory):
+        assert cuts == ["model.layers.2"], "the stage with a heavy head has one layer"
+        assert differences == {}
+        # The first stage has two microbatches in flight: 1.14 MB of weights, their state and activations.
+        assert limits == (["model.layers.3"], ["model.layers.2"])
 
 
 def _cuts_within(limit: int, **arguments: Any) -> list[str]:
@@ -171,38 +165,16 @@ BATCH = {"input_ids": torch.empty(1, 8, dtype=torch.int64, device="meta")}
 
 
 @pytest.mark.parametrize(
-    ("partition", "batch", "cuts", "auto", "message"),
+    ("partition", "batch", "limit", "cuts", "message"),
     [
-        ("best", None, None, False, "'even', 'balanced'"),
-        ("balanced", None, None, False, "needs partition_batch"),
-        ("balanced", {}, None, False, "needs partition_batch"),
-        ("balanced", {**BATCH, "use_cache": False}, None, False, r"other values: \['use_cache'\]"),
-        ("balanced", BATCH, ["model.layers.0"], False, "pipeline_cuts exclude each other"),
-        ("balanced", BATCH, None, True, "auto_partition=True, .* exclude each other"),
-        ("even", {}, None, False, "needs partition_batch: the inputs of one microbatch"),
+        ("best", None, None, None, "'even', 'balanced'"),
+        ("balanced", None, None, None, "needs partition_batch"),
+        ("balanced", {**BATCH, "use_cache": False}, None, None, r"other values: \['use_cache'\]"),
+        ("balanced", BATCH, None, ["model.layers.0"], "pipeline_cuts exclude each other"),
+        ("even", None, 10, None, "consider no memory"),
+        ("balanced", BATCH, 1.5, None, "whole number of bytes"),
     ],
 )
-def test_contradicting_arguments(partition: str, batch: Any, cuts: Any, auto: bool, message: str) -> None:
-    def check() -> None:
-        check_auto_partition(auto, cuts, partition)
-        check_partition(partition, batch, None, cuts)
-
+def test_contradicting_arguments(partition: str, batch: Any, limit: Any, cuts: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        check()
-
-
-def test_valid_arguments() -> None:
-    check_partition("even", None, None, ["model.layers.0"])
-    check_auto_partition(True, None, "even")
-    check_partition("balanced", BATCH, None, None)
-    check_partition("profiled", BATCH, 10, None)
-    check_partition(lambda traced, stages: traced.layers[:stages], None, None, None)
-
-
-@pytest.mark.parametrize(
-    ("partition", "limit", "message"),
-    [("even", 10, "consider no memory"), ("balanced", 1.5, "whole number of bytes"), ("balanced", 0, "at least one")],
-)
-def test_invalid_memory_limits(partition: str, limit: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        check_partition(partition, None if partition == "even" else BATCH, limit, None)
+        check_partition(partition, batch, limit, cuts)

@@ -23,7 +23,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 @contextmanager
-def _block(timer: StepTimer, action: str = "0F9") -> Iterator[None]:
+def _block(timer: StepTimer, action: str) -> Iterator[None]:
     start = timer.stamp()
     yield
     timer.blocks.append((*parse_action(action)[:3], start, timer.stamp()))
@@ -38,50 +38,9 @@ def test_stamps_and_the_origin_are_the_hosts_time(clock: list[int]) -> None:
     assert device_clock.between(start, device_clock.stamp()) == 7
 
 
-def test_the_share_of_all_blocks(clock: list[int]) -> None:
+def test_the_share_the_times_of_the_actions_and_the_seconds_of_a_step(clock: list[int]) -> None:
     timer = StepTimer(CPU)
-    for _ in range(2):
-        timer.start()
-        for computing, waiting in ((1, 2), (3, 4)):
-            with _block(timer):
-                clock[0] += computing
-            clock[0] += waiting
-        timer.stop()
-        clock[0] += 50
-
-        assert timer.busy_share == pytest.approx(0.4)
-
-
-def test_the_share_is_zero_before_the_end_and_in_a_step_without_time(clock: list[int]) -> None:
-    timer = StepTimer(CPU)
-    assert timer.busy_share == 0.0
-
-    timer.start()
-    with _block(timer):
-        clock[0] += 1
-    assert timer.busy_share == 0.0
-
-    timer.start()
-    timer.stop()
-    assert timer.busy_share == 0.0
-
-
-def test_a_waiting_and_a_computing_step(clock: list[int]) -> None:
-    waiting, computing = StepTimer(CPU), StepTimer(CPU)
-    waiting.start()
-    computing.start()
-    with _block(computing):
-        clock[0] += 2
-    waiting.stop()
-    computing.stop()
-
-    assert waiting.busy_share == 0.0
-    assert computing.busy_share == 1.0
-
-
-def test_times_of_the_actions_and_seconds_of_the_step(clock: list[int]) -> None:
-    timer = StepTimer(CPU)
-    assert (timer.seconds, timer.action_times) == (0.0, [])
+    assert (timer.seconds, timer.busy_share, timer.action_times) == (0.0, 0.0, [])
     for first in (2, 4):
         timer.start()
         began = clock[0]
@@ -90,7 +49,12 @@ def test_times_of_the_actions_and_seconds_of_the_step(clock: list[int]) -> None:
                 clock[0] += computing
             clock[0] += 10
         timer.stop()
+        clock[0] += 50
 
         second = began + first + 10
         assert timer.action_times == [("0F0", began, began + first), ("1W3", second, second + 5)]
         assert timer.seconds == pytest.approx(1e-9 * (25 + first))
+        assert timer.busy_share == pytest.approx((first + 5) / (first + 25))
+    timer.start()
+    timer.stop()
+    assert timer.busy_share == 0.0
