@@ -7,36 +7,22 @@ import torch
 from torch import nn
 
 from nxdpp import NxDPPModel, parallel_state
-from nxdpp.pipeline.local.spine_hooks import warn_of_traced_hooks
 from tests.support.models import make, padded_batch
 from tests.support.run_ranks import run_ranks
-from tests.support.traced_models import make_model
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
 BATCH = padded_batch(4)
 
 
-def test_warning_for_hooks_that_run_at_the_trace(caplog: pytest.LogCaptureFixture) -> None:
-    model = make_model("llama", layers=2)
-    model.model.layers[0].register_forward_hook(print)
-    warn_of_traced_hooks(model, ["model.layers.0", "model.layers.1"])
-    assert not caplog.records
-    model.model.register_forward_hook(print)
-    warn_of_traced_hooks(model, ["model.layers.0", "model.layers.1"])
-    assert "hooks of model run when a graph is traced, not in each step" in caplog.text
-
-
 def wrapped_llama() -> NxDPPModel:
     return NxDPPModel(make("llama", layers=2), num_microbatches=2)
 
 
-@pytest.mark.parametrize("steps", [0, 1])
 @pytest.mark.parametrize("register", ["register_forward_hook", "register_full_backward_pre_hook"])
-def test_hooks_of_the_spine_that_are_registered_later(register: str, steps: int) -> None:
+def test_hooks_of_the_spine_that_are_registered_later(register: str) -> None:
     wrapped = wrapped_llama()
-    for _ in range(steps):
-        wrapped.run_train(**BATCH)
+    wrapped.run_train(**BATCH)
     handle = getattr(wrapped.original_module.get_submodule("model"), register)(lambda *_: None)
     with pytest.raises(RuntimeError, match=r"hooks of model changed after wrapping.*Call refresh\(\) on every rank"):
         wrapped.run_train(**BATCH)
@@ -76,22 +62,19 @@ def test_hooks_of_containers() -> None:
     assert runs == [1, 1]
 
 
-@pytest.mark.parametrize(
-    "register",
-    [
+def test_hooks_of_the_wrapper_are_refused() -> None:
+    wrapped = wrapped_llama()
+    for register in (
         "register_forward_hook",
         "register_forward_pre_hook",
         "register_full_backward_hook",
         "register_full_backward_pre_hook",
-        "register_backward_hook",
         "register_state_dict_post_hook",
         "register_load_state_dict_pre_hook",
-    ],
-)
-def test_hooks_of_the_wrapper_are_refused(register: str) -> None:
-    wrapped = wrapped_llama()
-    with pytest.raises(RuntimeError, match=rf"{register} of a pipelined model: .*wrapped.local_module.get_submodule"):
-        getattr(wrapped, register)(lambda *_: None)
+    ):
+        text = rf"{register} of a pipelined model: .*wrapped.local_module.get_submodule"
+        with pytest.raises(RuntimeError, match=text):
+            getattr(wrapped, register)(lambda *_: None)
 
 
 class Both(nn.Module):
@@ -107,15 +90,15 @@ class Both(nn.Module):
         return found
 
 
-def _wrap_twice(rank: int, ranks: int) -> list[str]:
+def _wrap_twice(rank: int) -> list[str]:
     """Wrap the same modules twice, and run both; return the warnings of hooks."""
     found: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("nxdpp").addHandler(handler)
-    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=ranks)
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
     torch.manual_seed(0)
-    parts = [nn.Sequential(*(nn.Linear(4, 4) for _ in range(ranks))) for _ in range(2)]
+    parts = [nn.Sequential(*(nn.Linear(4, 4) for _ in range(2))) for _ in range(2)]
     for model in [NxDPPModel(Both(*parts), num_microbatches=4, transformer_layer_cls=nn.Linear) for _ in range(2)]:
         model.run_train(x=torch.ones(8, 4))
     before = [each for each in found if "hooks" in each]
@@ -124,6 +107,5 @@ def _wrap_twice(rank: int, ranks: int) -> list[str]:
     return before + [each[:14] for each in found if "hooks" in each]
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.sweep)])
-def test_a_second_wrapper_warns_of_the_program_s_hooks_alone(ranks: int) -> None:
-    assert run_ranks(ranks, _wrap_twice, ranks) == [["hooks of first"]] * ranks
+def test_a_second_wrapper_warns_of_the_program_s_hooks_alone() -> None:
+    assert run_ranks(2, _wrap_twice) == [["hooks of first"]] * 2
