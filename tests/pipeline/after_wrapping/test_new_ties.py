@@ -1,7 +1,5 @@
 """A tie that is made after wrapping, over stages: each rank would train a copy of its own."""
 
-from typing import Any
-
 import pytest
 import torch
 from torch import nn
@@ -12,8 +10,6 @@ from tests.pipeline.after_wrapping.scripts import (
     WIDTH,
     PipelinedTraining,
     Plain,
-    Script,
-    compare,
 )
 from tests.pipeline.after_wrapping.scripts import Training as Training
 from tests.support.run_ranks import run_ranks
@@ -50,51 +46,3 @@ def tied() -> nn.Module:
 
 def test_a_tie_over_stages_is_refused_on_every_rank_and_the_remedy_trains() -> None:
     assert run_ranks(2, over_stages) == [pytest.approx(Training(tied()).loss(), abs=1e-6)] * 2
-
-
-class ReadsHead(Plain):
-    """Its forward asks whether the head is trained, on each rank."""
-
-    def loss_of(self, hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        return super().loss_of(hidden if self.head.weight.requires_grad else hidden * 2, labels)
-
-
-class TiedReadsHead(ReadsHead):
-    def __init__(self) -> None:
-        super().__init__()
-        self.head.weight = self.embed.weight
-
-
-def replace_embedding(training: Training) -> None:
-    training.steps(1)
-    training.model.embed = nn.Embedding(VOCABULARY + 2, WIDTH)
-    training.steps(2)
-    training.model.embed.requires_grad_(False)
-    training.steps(2)
-    training.model.get_submodule("head").requires_grad_(False)
-    training.steps(2)
-
-
-def tie_and_replace_head(training: Training) -> None:
-    training.steps(1)
-    training.model.head.weight = training.model.embed.weight  # type: ignore[union-attr]  # a Plain here
-    training.steps(2)
-    training.model.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
-    training.steps(2)
-
-
-SCRIPTS: dict[str, tuple[Any, Script]] = {
-    "replaced embedding": (TiedReadsHead, replace_embedding),
-    "replaced head": (ReadsHead, tie_and_replace_head),
-}
-
-
-def both_on_one_rank(rank: int) -> dict[str, Any]:
-    # The first and the last stage are on rank 0.
-    return compare(rank, 2, SCRIPTS, schedule="zb-v")
-
-
-def test_a_tie_of_one_rank_is_made_and_undone() -> None:
-    for result in run_ranks(2, both_on_one_rank):
-        for name, (alone, pipelined) in result.items():
-            assert pipelined == pytest.approx(alone, abs=1e-6), name

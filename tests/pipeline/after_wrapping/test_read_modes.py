@@ -59,13 +59,6 @@ def unfreezing(name: str) -> Script:
     return script
 
 
-def frozen_at_first(training: Training) -> None:
-    training.model.get_submodule("embed").requires_grad_(False)
-    training.steps(2)
-    training.model.get_submodule("embed").requires_grad_(True)
-    training.steps(3)
-
-
 def replace_head(training: Training) -> None:
     training.model.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
 
@@ -96,7 +89,6 @@ SCRIPTS: dict[str, Any] = {
     "embedding frozen, hidden states": (ReadsHidden, unfreezing("embed")),
     "new head frozen": (ReadsTrained, new_head_frozen),
     "embedding frozen on its rank, which no code asks for": (ReadsTrained, frozen_on_its_ranks("embed")),
-    "embedding frozen at first": (SetsGradients, frozen_at_first),
 }
 
 
@@ -129,15 +121,6 @@ def new_head_frozen_by_type(training: PipelinedTraining) -> None:
             module.requires_grad_(False)
 
 
-def first_stage_trained_later(training: PipelinedTraining) -> None:
-    for name, parameter in training.model.named_parameters():
-        parameter.requires_grad_(not name.startswith(("embed", "layers.0", "layers.1")))
-    training.steps(1)
-    for name, parameter in training.wrapped.named_parameters():
-        if name.startswith("embed"):
-            parameter.requires_grad_(True)
-
-
 CHANGES: list[tuple[type[nn.Module], Callable[[PipelinedTraining], None], list[str]]] = [
     (
         ReadsTrained,
@@ -146,7 +129,6 @@ CHANGES: list[tuple[type[nn.Module], Callable[[PipelinedTraining], None], list[s
     ),
     (SetsGradients, freeze_own("embed"), ["requires_grad of embed.weight: False"]),
     (ReadsTrained, new_head_frozen_by_type, ["requires_grad of layers.2.linear.weight: False"]),
-    (ReadsTrained, first_stage_trained_later, ["requires_grad of embed.weight: False"]),
 ]
 
 

@@ -93,12 +93,6 @@ class CallsHead(ReadsHead):
         return super().loss_of(self.head.scale_of(hidden), labels)
 
 
-class CallsOtherHead(CallsHead):
-    def __init__(self) -> None:
-        super().__init__()
-        self.head = OtherScaled(3.0)
-
-
 def other_factors(training: Training) -> None:
     training.steps(1)
     training.model.head = Scaled(3.0)
@@ -167,8 +161,6 @@ SCRIPTS: dict[str, Any] = {
     "buffer": (Plain, buffer_and_state),
     "head, and the old optimizer": (Plain, old_optimizer),
     "head with an attribute that forward reads": (ReadsHead, other_factors),
-    "head with a method that forward calls": (CallsHead, after_steps(replace("head", lambda: Scaled(3.0)))),
-    "head with another method, before wrapping": (CallsOtherHead, lambda training: training.steps(2)),
 }
 
 

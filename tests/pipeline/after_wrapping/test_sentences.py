@@ -13,7 +13,7 @@ from torch.optim.swa_utils import AveragedModel
 from torch.overrides import TorchFunctionMode
 
 from nxdpp import parallel_state
-from tests.pipeline.after_wrapping.scripts import WIDTH, Layer, PipelinedTraining, Plain, Training, batch, compare
+from tests.pipeline.after_wrapping.scripts import WIDTH, PipelinedTraining, Plain, Training, batch, compare
 from tests.support.run_ranks import run_ranks
 
 
@@ -45,13 +45,6 @@ class Penalised(Plain):
         first = self.before_layers(ids)
         loss = self.loss_of(self.after_layers(first), labels)
         return loss + penalty(loss, first)
-
-
-class Backward(Plain):
-    def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        loss = super().forward(ids, labels)
-        loss.backward(retain_graph=True)
-        return loss
 
 
 class Prompted(Plain):
@@ -89,27 +82,6 @@ class FollowsInForward(Follows):
     def before_layers(self, ids: torch.Tensor) -> torch.Tensor:
         self.update()
         return super().before_layers(ids)
-
-
-class Pair(Layer):
-    """A layer and its average."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.average = Layer().requires_grad_(False)
-
-    def forward(self, hidden: torch.Tensor) -> Any:
-        return super().forward(hidden) - self.average(hidden)
-
-
-class Pairs(Plain):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(Pair() for _ in self.layers)
-
-    def update(self) -> None:
-        for layer in self.layers:
-            follow(layer.average.linear, layer.linear)  # type: ignore[arg-type, union-attr]
 
 
 HIDDEN = torch.ones(4, 6, WIDTH)
@@ -150,7 +122,6 @@ CASES: list[tuple[str, Callable[[], Any], str]] = [
     ("averaged model", lambda: called(lambda _, w: AveragedModel(w)), r"AveragedModel\(model.local_module\)"),
     ("computed input", lambda: give(nn.Linear(WIDTH, WIDTH)(HIDDEN)), rf"computed with gradients \(\w+\) {OUTSIDE}"),
     ("derivative", lambda: train(Penalised()), rf"through layers.0{LINE} penalty.*\n.*{NEXT_TO_LAYERS}"),
-    ("backward", lambda: train(Backward()), rf"\(backward\){LINE} forward: loss.backward"),
     ("mode of functions", lambda: train(UsesMode()), rf"a TorchFunctionMode is .* next to the layers.{LINE}"),
     ("mixed parameters", lambda: PipelinedTraining(Follows()).wrapped.update(), MIXED),
     ("mixed by data", lambda: called(lambda model, _: follow_by_data(model)), MIXED),
@@ -170,13 +141,6 @@ def averaged(training: Training) -> None:
     training.record.append(training.loss())
 
 
-def updated(training: Training) -> None:
-    optimizer = torch.optim.SGD((p for p in training.wrapped.parameters() if p.requires_grad), lr=0.5)
-    for _ in range(3):
-        training.steps(1, optimizer)
-        training.wrapped.update()
-
-
 def trained(training: Training) -> None:
     training.steps(3)
 
@@ -184,7 +148,6 @@ def trained(training: Training) -> None:
 REMEDIES: dict[str, Any] = {
     "computed input": (Prompted, trained),
     "averaged model": (Plain, averaged),
-    "mixed parameters": (Pairs, updated),
 }
 
 

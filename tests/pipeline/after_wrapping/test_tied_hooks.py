@@ -10,7 +10,7 @@ from nxdpp import parallel_state
 from nxdpp.gradients.replica_gradients import ReplicaGradients
 from tests.pipeline.after_wrapping.scripts import PipelinedTraining, Script, compare
 from tests.pipeline.after_wrapping.scripts import Training as Training
-from tests.pipeline.after_wrapping.test_tied import Tied, replace_under_all_names, tied_weight
+from tests.pipeline.after_wrapping.test_tied import Tied, tied_weight
 from tests.support.run_ranks import run_ranks
 
 LIMIT = 1e-3
@@ -37,13 +37,7 @@ def clamp_sum(training: Training) -> None:
     training.steps(2)
 
 
-def clamp_new(training: Training) -> None:
-    replace_under_all_names(training)
-    clamp(training)
-
-
 SCRIPTS: dict[str, tuple[Any, Script]] = {each.__name__: (lambda: Tied().double(), each) for each in (clamp, clamp_sum)}
-REPLACED: dict[str, tuple[Any, Script]] = {"replaced": (lambda: Tied().double(), clamp_new)}
 
 
 def seen(training: Training) -> list[float]:
@@ -57,8 +51,7 @@ def seen(training: Training) -> list[float]:
 
 
 def compared(rank: int, schedule: str) -> tuple[dict[str, Any], list[float], list[float]]:
-    scripts = SCRIPTS | ({} if schedule == "zb-v" else REPLACED)
-    result = compare(rank, 2, scripts, schedule=schedule)
+    result = compare(rank, 2, SCRIPTS, schedule=schedule)
     torch.manual_seed(0)
     alone = Training(Tied().double())
     torch.manual_seed(0)

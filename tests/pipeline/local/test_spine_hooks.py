@@ -64,16 +64,8 @@ def test_hooks_of_containers() -> None:
 
 def test_hooks_of_the_wrapper_are_refused() -> None:
     wrapped = wrapped_llama()
-    for register in (
-        "register_forward_hook",
-        "register_forward_pre_hook",
-        "register_full_backward_hook",
-        "register_full_backward_pre_hook",
-        "register_state_dict_post_hook",
-        "register_load_state_dict_pre_hook",
-    ):
-        text = rf"{register} of a pipelined model: .*wrapped.local_module.get_submodule"
-        with pytest.raises(RuntimeError, match=text):
+    for register in ("register_forward_pre_hook", "register_full_backward_hook", "register_state_dict_post_hook"):
+        with pytest.raises(RuntimeError, match=rf"{register} of a pipelined model: .*local_module.get_submodule"):
             getattr(wrapped, register)(lambda *_: None)
 
 

@@ -3,11 +3,10 @@
 import weakref
 from typing import Any
 
-import pytest
 import torch
 from torch import nn
 
-from nxdpp.pipeline.local.tree import build_local_module, free_others, local_names, names_elsewhere, tied_names
+from nxdpp.pipeline.local.tree import build_local_module, free_others, local_names, names_elsewhere
 from nxdpp.pipeline.partition.assignment import Owners
 from tests.support.in_process import InProcessPipeline
 from tests.support.traced_models import make_inputs, make_model
@@ -16,32 +15,6 @@ from tests.support.traced_models import make_inputs, make_model
 def _cut(model: nn.Module, architecture: str, stages: int) -> tuple[Owners, list[str]]:
     chain = InProcessPipeline(model, stages, make_inputs(architecture))
     return chain.partition.owners, list(chain.partition.layer_stages)
-
-
-@pytest.mark.parametrize("architecture", ["gpt2", "bert_classifier", "tied_llama"])
-def test_stages_hold_every_parameter_under_its_name(architecture: str) -> None:
-    whole = make_model(architecture)
-    names = dict(whole.named_parameters(remove_duplicate=False))
-    held: set[str] = set()
-
-    for stage in range(3):
-        model = make_model(architecture)
-        owners, layers = _cut(model, architecture, 3)
-        local = local_names(owners, stage)
-        originals = dict(model.named_parameters(remove_duplicate=False))
-        free_others(model, local)
-        tree = build_local_module(model, local, layers)
-
-        parameters = dict(tree.named_parameters(remove_duplicate=False))
-        assert parameters.keys() == local
-        assert all(parameter is originals[name] for name, parameter in parameters.items())
-        assert all(torch.equal(parameter, names[name]) for name, parameter in parameters.items())
-        assert tree.state_dict().keys() <= whole.state_dict().keys()
-        for name, parameter in model.named_parameters(remove_duplicate=False):
-            assert parameter.is_meta == (name not in local)
-        held |= local
-
-    assert held == names.keys()
 
 
 def test_a_table_of_positions_stays_where_its_decoder_is_elsewhere() -> None:
@@ -72,17 +45,6 @@ def test_freed_parameters_are_not_in_memory() -> None:
     assert len(away) > 20
     assert [name for name, reference in parameters.items() if reference() is not None] == []
     assert [name for name, reference in away.items() if reference() is not None] == []
-
-
-def test_tied_parameters_with_their_names_and_stages() -> None:
-    for name, stages, expected in (
-        ("tied_llama", 3, [(["model.embed_tokens.weight", "lm_head.weight"], [0, 2])]),
-        ("tied_llama", 1, []),
-        ("llama", 3, []),
-    ):
-        model = make_model(name)
-        owners, _ = _cut(model, "llama", stages)
-        assert tied_names(model, owners) == expected
 
 
 class _CountingLayer(nn.Module):

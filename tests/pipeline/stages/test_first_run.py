@@ -37,12 +37,6 @@ class Manager:
         return cls.instance
 
 
-class Collector:
-    """A class whose attribute collects losses."""
-
-    losses: list[Tensor] = []
-
-
 @dataclass
 class Filled:
     loss: Any = 0.0
@@ -51,7 +45,6 @@ class Filled:
 @pytest.fixture(autouse=True)
 def _empty() -> None:
     LOSSES.clear()
-    Collector.losses.clear()
     TOTALS["loss"] = 0.0
     Manager.instance = Manager()
 
@@ -106,10 +99,6 @@ def to_a_manager(layer: Any, loss: Tensor) -> None:
     Manager.get().losses.append(loss)
 
 
-def to_a_class(layer: Any, loss: Tensor) -> None:
-    Collector.losses.append(loss)
-
-
 def to_nothing(layer: Any, loss: Tensor, *given: Any) -> None:
     pass
 
@@ -118,7 +107,6 @@ CHANGES: dict[str, tuple[Callable[..., Any], Callable[[Any], Any], str]] = {
     "global list": (to_a_global, lambda model: sum(LOSSES), r"test_first_run\.LOSSES"),
     "global dict": (to_an_entry, lambda model: TOTALS["loss"], r"test_first_run\.TOTALS\['loss'\]"),
     "manager": (to_a_manager, lambda model: Manager.get().total(), r"Manager\.instance\.losses"),
-    "class": (to_a_class, lambda model: sum(Collector.losses), r"Collector\.losses"),
 }
 
 
@@ -204,16 +192,6 @@ def test_a_change_that_the_spine_does_not_read_is_not_refused() -> None:
     )
     assert_exact(model, {"x": torch.randn(4, 4)}, Layer)
     assert LOGGED
-
-
-def test_later_runs_are_not_watched() -> None:
-    model = Model(counts_for_itself, lambda model: 0.0)
-    pipeline = InProcessPipeline(model, 2, {"x": torch.randn(2, 4)}, transformer_layer_cls=Layer)
-    x = {"x": torch.randn(4, 4)}
-    program = pipeline.programs.program(pipeline.programs.cut_graph(x, True), "loss")
-    assert all(stage.first_run is not None for stage in program.stages.values())
-    pipeline.train(x, 2)
-    assert all(stage.first_run is None for stage in program.stages.values())
 
 
 class Marking(Layer):

@@ -6,7 +6,6 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
-import pytest
 import torch
 from torch import nn
 
@@ -103,43 +102,6 @@ def test_numbers_are_constants_only_in_control_flow_for_the_last_values() -> Non
     assert [cut() is not None for cut in cuts] == [False, True, True, True, True]
 
 
-def test_an_output_without_a_loss_evaluates() -> None:
-    cache = _cache(make_model("llama", layers=2))
-    cut = cache.cut_graph({"input_ids": make_inputs("llama")["input_ids"]}, False)
-    assert cache.evaluation_ends_with(cut) == "output"
-    with pytest.raises(ValueError, match=r"no loss, only \['logits'\]"):
-        cache.program(cut, "loss")
-
-
-def test_a_list_of_losses_is_refused() -> None:
-    class Two(PlainModel):
-        def forward(self, x: torch.Tensor) -> Any:
-            loss = super().forward(x)
-            return {"loss": [loss, 2 * loss]}
-
-    cache, told = _cache(Two(), PlainLayer), _cache(Two(), PlainLayer, spec={"loss": (True, False)})
-    x = {"x": torch.ones(3, 4)}
-
-    with pytest.raises(ValueError, match=r"a list of 2 values.*sum\(losses\).*\{\"loss\": \(True, False\)\} for"):
-        cache.program(cache.cut_graph(x, True), "loss")
-    told.program(told.cut_graph(x, True), "loss")
-
-
-class _Windowed(PlainModel):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x[:, -3:] if x.shape[1] > 3 else x)
-
-
-def test_another_branch_on_a_size_makes_another_graph() -> None:
-    model = _Windowed()
-    cache = _cache(model, PlainLayer, batch={"x": torch.ones(2, 2, 4)})
-    inputs = [{"x": torch.randn(2, length, 4)} for length in (2, 5, 3, 7, 2)]
-    with patch.object(programs, "trace", wraps=trace) as traces:
-        for batch in inputs:
-            assert torch.equal(_run(cache, batch), model(**batch))
-        assert traces.call_count == 2
-
-
 class _Gate(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor | None:
         return x.sum() if len(x) > 3 else None
@@ -165,19 +127,6 @@ def test_a_graph_without_facts_does_not_replace_one_whose_facts_hold() -> None:
             batch = {"x": torch.randn(rows, 4)}
             assert torch.equal(_run(cache, batch), model(**batch))
         assert traces.call_count == 2
-
-
-def test_the_least_recently_used_graphs_are_forgotten() -> None:
-    class Counting(PlainModel):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return super().forward(x[:, range(x.shape[1])])
-
-    cache = _cache(Counting(), PlainLayer, batch={"x": torch.ones(2, 2, 4)})
-    with patch.object(last_used, "KEPT", 2), patch.object(programs, "trace", wraps=trace) as traces:
-        graphs = [cache.cut_graph({"x": torch.ones(2, length, 4)}, True) for length in (1, 2, 1, 3, 1, 2)]
-        assert traces.call_count == 4
-    assert graphs[0] is graphs[2] is graphs[4]
-    assert graphs[1] is not graphs[5]
 
 
 class AsksForModes(PlainModel):

@@ -5,11 +5,8 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import LlamaConfig
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from nxdpp.pipeline.stages.split import plan_stages
-from nxdpp.tracing.graph.checks import must_run
 from tests.support.in_process import InProcessPipeline
 from tests.support.traced_models import ARCHITECTURES, PlainLayer, PlainModel, make_inputs, make_model, options_for
 
@@ -49,43 +46,6 @@ def test_other_inputs_have_the_same_boundaries(architecture: str) -> None:
     assert torch.equal(chain.forward(inputs).logits, model(**inputs).logits)
 
 
-def test_masks_and_rotary_tables_are_recomputed() -> None:
-    chain = InProcessPipeline(make_model("llama"), 4, make_inputs("llama"))
-
-    for plan, module in zip(chain.plans, chain.modules, strict=True):
-        called = [node.target for node in module.graph.nodes if node.op == "call_module"]
-        functions = [node.name for node in module.graph.nodes if node.op == "call_function"]
-        assert called.count("model.rotary_emb") == 1
-        assert "create_causal_mask" in functions
-        assert "attention_mask" in plan.inputs
-        assert [name for name in called if name.startswith("model.layers")] == [f"model.layers.{plan.stage}"]
-        assert ("model.embed_tokens" in called) == (plan.stage == 0)
-        assert ("lm_head" in called) == (plan.stage == 3)
-        assert ("labels" in plan.inputs) == (plan.stage == 3)
-
-
-def test_other_stages_receive_only_metadata_of_the_embeddings() -> None:
-    chain = InProcessPipeline(make_model("llama"), 3, make_inputs("llama"))
-
-    assert [list(plan.received_metadata.values()) for plan in chain.plans] == [[], [0], [0]]
-    (name,) = chain.plans[1].received_metadata
-    assert {name: sorted(stages) for name, stages in chain.plans[0].sent_metadata.items()} == {name: [1, 2]}
-    assert name not in chain.plans[0].sent
-
-
-def test_unused_nodes_are_left_out() -> None:
-    model = make_model("llama")
-    chain = InProcessPipeline(model, 2, make_inputs("llama"))
-    loss = next(node for node in chain.cut.traced.graph.nodes if node.name == chain.plans[-1].results[0])
-    hidden = next(node for node in chain.cut.traced.graph.nodes if node.target == "model.norm")
-
-    plans = chain.cut.plans([hidden])
-
-    assert "labels" not in plans[-1].inputs
-    assert plans[-1].made == [hidden.name]
-    assert loss not in plans[-1].nodes
-
-
 class SkipConnection(PlainModel):
     """A model that uses the embedding after the last layer, and the first layer's output in the third."""
 
@@ -117,30 +77,6 @@ def test_a_skip_connection_is_sent_from_its_source_to_its_destination() -> None:
     assert torch.equal(chain.forward({"x": x}), model(x))
 
 
-class ChangesInPlace(PlainModel):
-    """A model that changes a value in place before and after each boundary."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        hidden = self.embedding(x) * 1
-        hidden[:, 0] = 7.0
-        for layer in self.layers:
-            hidden = layer(hidden) * 1
-            hidden.masked_fill_(hidden > 0.9, -1.0)
-            hidden[0] = hidden[1] * 2
-        result: torch.Tensor = self.head(hidden).mean()
-        return result
-
-
-def test_changes_in_place_are_exact() -> None:
-    model, stages = ChangesInPlace(), 4
-    x = torch.randn(3, 4, generator=torch.Generator().manual_seed(1))
-
-    chain = _chain(model, stages, x)
-
-    assert torch.equal(chain.forward({"x": x}), model(x))
-    assert len(chain.boundary_tensors) == stages - 1
-
-
 class InputsAndBuffers(PlainModel):
     """A model whose layers all take a value computed from the input and a buffer."""
 
@@ -168,35 +104,6 @@ def test_values_of_inputs_and_buffers_are_recomputed() -> None:
     assert [(source, destination) for _, source, destination in chain.boundary_tensors] == [(0, 1), (1, 2), (2, 3)]
     assert [plan.inputs for plan in chain.plans] == [["x"]] * 4
     assert torch.equal(chain.forward({"x": x}), model(x))
-
-
-class TableOfLaterLayers(PlainModel):
-    """A model with a rotary table that needs only the sizes of a late hidden state, and has no annotation."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.rotary = LlamaRotaryEmbedding(LlamaConfig(hidden_size=4, num_attention_heads=1))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        hidden = self.embedding(x)
-        for number, layer in enumerate(self.layers):
-            if number == 2:
-                table, _ = self.rotary(hidden, torch.arange(hidden.shape[0]).unsqueeze(0))
-            hidden = layer(hidden if number < 2 else hidden * table[0])
-        result: torch.Tensor = self.head(hidden).mean()
-        return result
-
-
-def test_a_check_of_a_recomputed_value_is_on_the_first_stage_that_can_compute_it() -> None:
-    model = TableOfLaterLayers()
-    x = torch.randn(3, 4)
-
-    chain = _chain(model, 4, x)
-
-    assert torch.equal(chain.forward({"x": x}), model(x))
-    checking = [{n.name for n in plan.nodes if must_run(n)} for plan in chain.plans]
-    assert [bool(names) for names in checking] == [False, True, True, True]
-    assert [(source, destination) for _, source, destination in chain.boundary_tensors] == [(0, 1), (1, 2), (2, 3)]
 
 
 class DropoutOutside(PlainModel):

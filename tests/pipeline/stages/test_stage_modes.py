@@ -78,17 +78,6 @@ def _own_block() -> Iterator[None]:
 
 
 @contextmanager
-def _low_level() -> Iterator[None]:
-    torch.set_autocast_enabled("cpu", True)
-    torch.set_autocast_dtype("cpu", torch.bfloat16)
-    torch.autocast_increment_nesting()
-    yield
-    torch.autocast_decrement_nesting()
-    torch.clear_autocast_cache()
-    torch.set_autocast_enabled("cpu", False)
-
-
-@contextmanager
 def _math() -> Iterator[None]:
     with sdpa_kernel(SDPBackend.MATH):
         yield
@@ -99,7 +88,6 @@ BLOCKS: dict[str, Callable[[], Any]] = {
     "torch.autocast": _low,
     "from torch import autocast": lambda: autocast("cpu", torch.bfloat16),
     "a block of its own": _own_block,
-    "functions that set autocast": _low_level,
     "sdpa_kernel": _math,
     "a block that was made before": lambda: OBJECT,
     "torch.set_grad_enabled": lambda: torch.set_grad_enabled(False),
@@ -166,17 +154,6 @@ class Islands(Model):
                 return self.loss(hidden.float())
 
 
-class Switches(Model):
-    """set_grad_enabled as a function."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        before = torch.is_grad_enabled()
-        torch.set_grad_enabled(False)
-        hidden = self.layers[1](self.layers[0](self.embedding(x)))
-        torch.set_grad_enabled(before)
-        return self.loss(self.layers[3](self.layers[2](hidden)))
-
-
 class WeightTwice(Model):
     """A head that runs twice in one block and once in another; a parameter used on two stages."""
 
@@ -223,7 +200,7 @@ class Asks(Model):
 
 @pytest.mark.parametrize(
     ("cls", "around"),
-    [(Decorated, None), (Islands, None), (Switches, _low), (WeightTwice, None), (Lazy, None), (Asks, _low)],
+    [(Decorated, None), (Islands, None), (WeightTwice, None), (Lazy, None), (Asks, _low)],
 )
 def test_modes_of_torch(cls: type[Model], around: Any) -> None:
     check(cls(), around=around)
