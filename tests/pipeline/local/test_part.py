@@ -113,32 +113,29 @@ def test_initial_weights_do_not_depend_on_the_partition_and_train_as_one_process
             assert all(difference is not None and difference < 1e-6 for difference in each.values()), name
 
 
-def step_with_other_draws(rank: int) -> list[str]:
-    """What a first step says where ranks draw from other seeds: over stages, over replicas, and in a constructor."""
-    found = []
-    for stages, is_deferred in ((2, False), (1, False), (2, True)):
-        parallel_state.initialize_model_parallel(pipeline_model_parallel_size=stages)
-        torch.manual_seed(7 if is_deferred else rank)
-        if is_deferred:
-            torch.rand(rank)
-        model = deferred_init(MODELS["llama"], layers=2) if is_deferred else on_meta("llama", layers=2)
-        torch.manual_seed(7 if is_deferred else rank)
-        wrapped = NxDPPModel(model, num_microbatches=2)
-        wrapped.move_model_to_device()
-        with pytest.raises(RuntimeError) as caught:
-            wrapped.run_train(**padded_batch(4))
-        found.append(str(caught.value))
-        parallel_state.destroy_model_parallel()
-    return found
+def step_with_other_draws(rank: int, stages: int, is_deferred: bool) -> None:
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=stages)
+    if is_deferred:
+        torch.manual_seed(7)
+        torch.rand(rank)
+        model = deferred_init(MODELS["llama"], layers=2)
+    else:
+        model = on_meta("llama", layers=2)
+        torch.manual_seed(rank)
+    wrapped = NxDPPModel(model, num_microbatches=2)
+    wrapped.move_model_to_device()
+    wrapped.run_train(**padded_batch(4))
 
 
-def test_different_draws_of_ranks_are_refused() -> None:
-    for *seeds, constructor in run_ranks(2, step_with_other_draws):
-        for told in seeds:
-            for seed in (0, 1):
-                assert f"rank {seed} (rank {seed}): initial weights from torch.initial_seed() {seed}" in told
-            assert "torch.manual_seed" in told
-        assert re.search(r"initial weights from torch.initial_seed\(\) 7, state \w{16} of its", constructor)
+@pytest.mark.parametrize(("stages", "is_deferred"), [(2, False), (1, False), (2, True)])
+def test_different_draws_of_ranks_are_refused(stages: int, is_deferred: bool) -> None:
+    with pytest.raises(AssertionError) as caught:
+        run_ranks(2, step_with_other_draws, stages, is_deferred)
+    told = str(caught.value)
+    for seed in (0, 1):
+        drawn = r"7, state \w{16} of its" if is_deferred else str(seed)
+        assert re.search(rf"rank {seed} \(rank {seed}\): initial weights from torch.initial_seed\(\) {drawn}", told)
+    assert "torch.manual_seed" in told
 
 
 def with_function(rank: int, ranks: int) -> Values:
