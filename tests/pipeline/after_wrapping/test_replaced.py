@@ -101,14 +101,14 @@ def other_factors(training: Training) -> None:
     training.steps(2)
 
 
-def after_steps(change: Any, steps: int = 2) -> Script:
+def after_steps(change: Any, steps: int = 1) -> Script:
     """A script that changes its model after ``steps``, and makes a new optimizer."""
 
     def script(training: Training) -> None:
         if steps:
             training.steps(steps)
         change(training.model)
-        training.steps(3)
+        training.steps(2)
 
     return script
 
@@ -117,7 +117,7 @@ def old_optimizer(training: Training) -> None:
     optimizer = torch.optim.AdamW(training.wrapped.parameters(), lr=1e-2)
     training.steps(2, optimizer)
     training.model.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
-    training.steps(3, optimizer)
+    training.steps(2, optimizer)
 
 
 def buffer_and_state(training: Training) -> None:
