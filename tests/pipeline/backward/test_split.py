@@ -126,10 +126,6 @@ PLAIN: dict[str, tuple[Any, int]] = {
         2,
     ),
     "no received value used": (lambda: Calls(lambda m, x: m.one.weight @ m.one.bias, one=linear()), 1),
-    "loss of others beside": (
-        lambda: Calls(lambda m, x: (m.one(x), (m.two.weight @ m.two.bias).sum()), one=linear(), two=linear(1)),
-        1,
-    ),
     "used twice at two depths": (lambda: Calls(lambda m, x: m.one(m.one(x).tanh()), one=linear()), 1),
     "used directly and not": (
         lambda: Calls(
@@ -138,16 +134,8 @@ PLAIN: dict[str, tuple[Any, int]] = {
         ),
         1,
     ),
-    "product of two, one shared": (
-        lambda: Calls(lambda m, x: (x @ (m.a @ m.b)) @ m.b, a=parameter(4, 4), b=parameter(4, 4)),
-        1,
-    ),
     "own function and others": (
         lambda: Calls(lambda m, x: m.one(twice(m.one(x), m.w)) @ m.w, one=linear(), w=parameter(4, 4)),
-        1,
-    ),
-    "own function of weights": (
-        lambda: Calls(lambda m, x: x @ twice(m.a, m.b), a=parameter(4, 4), b=parameter(4, 4)),
         1,
     ),
     "attention to parameters": (

@@ -1,14 +1,10 @@
 """Hooks of modules that no stage runs: told at construction, and refused where they would be ignored."""
 
-import logging
-
 import pytest
 import torch
-from torch import nn
 
-from nxdpp import NxDPPModel, parallel_state
+from nxdpp import NxDPPModel
 from tests.support.models import make, padded_batch
-from tests.support.run_ranks import run_ranks
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
@@ -67,37 +63,3 @@ def test_hooks_of_the_wrapper_are_refused() -> None:
     for register in ("register_forward_pre_hook", "register_full_backward_hook", "register_state_dict_post_hook"):
         with pytest.raises(RuntimeError, match=rf"{register} of a pipelined model: .*local_module.get_submodule"):
             getattr(wrapped, register)(lambda *_: None)
-
-
-class Both(nn.Module):
-    """Two modules with layers, one after the other."""
-
-    def __init__(self, first: nn.Module, second: nn.Module) -> None:
-        super().__init__()
-        self.first, self.second = first, second
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the mean of the squares of the result for ``x`` ``(rows, 4)``."""
-        found: torch.Tensor = self.second(self.first(x)).square().mean()
-        return found
-
-
-def _wrap_twice(rank: int) -> list[str]:
-    """Wrap the same modules twice, and run both; return the warnings of hooks."""
-    found: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("nxdpp").addHandler(handler)
-    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
-    torch.manual_seed(0)
-    parts = [nn.Sequential(*(nn.Linear(4, 4) for _ in range(2))) for _ in range(2)]
-    for model in [NxDPPModel(Both(*parts), num_microbatches=4, transformer_layer_cls=nn.Linear) for _ in range(2)]:
-        model.run_train(x=torch.ones(8, 4))
-    before = [each for each in found if "hooks" in each]
-    model.original_module.get_submodule("first").register_forward_hook(print)
-    model.refresh()
-    return before + [each[:14] for each in found if "hooks" in each]
-
-
-def test_a_second_wrapper_warns_of_the_program_s_hooks_alone() -> None:
-    assert run_ranks(2, _wrap_twice) == [["hooks of first"]] * 2

@@ -157,26 +157,6 @@ def test_an_argument_that_a_layer_fills_is_refused(make: Callable[[], Any]) -> N
         pipeline.train({"x": torch.randn(4, 4)}, 2)
 
 
-class _Carried(nn.Module):
-    """Layers that pass on a dict of values, as the message recommends."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.layers = nn.ModuleList(_Carrier(4, 4) for _ in range(4))
-
-    def forward(self, x: Tensor) -> Any:
-        state = {"x": x, "first": x}
-        for layer in self.layers:
-            state = layer(state)
-        return (state["x"] + state["first"]).square().mean()
-
-
-class _Carrier(nn.Linear):
-    def forward(self, state: Any) -> Any:
-        return {**state, "x": super().forward(state["x"]).tanh()}
-
-
 def counts_for_itself(layer: Any, loss: Tensor, *given: Any) -> None:
     layer.runs = getattr(layer, "runs", 0) + 1
     layer.cache = {"loss": loss}
@@ -222,11 +202,10 @@ class SettingLayer(Layer):
         return torch.tanh(y)
 
 
-def test_the_remedies_are_exact() -> None:
+def test_the_remedy_is_exact() -> None:
     setting = Model(to_nothing, lambda model: sum(layer.loss for layer in model.layers))
     setting.layers = nn.ModuleList(SettingLayer(to_nothing) for _ in range(4))
     assert_exact(setting, {"x": torch.randn(4, 4)}, SettingLayer)
-    assert_exact(_Carried(), {"x": torch.randn(4, 4)}, _Carrier)
 
 
 class Neck(nn.Module):

@@ -4,20 +4,10 @@ import pytest
 import torch
 from torch import nn
 
-from nxdpp.pipeline.stages.in_place_guard import expect_unchanged, versions
+from nxdpp.pipeline.stages.in_place_guard import expect_unchanged
 from tests.support.exact import assert_exact
 from tests.support.in_process import InProcessPipeline
 from tests.support.traced_models import PlainModel
-
-
-def test_a_change_in_place_has_another_version() -> None:
-    part = torch.ones(2)
-    value = {"hidden": torch.zeros(2), "pair": (part, 3)}
-    before = versions(value)
-    expect_unchanged(value, before, "hidden")
-    part[0].add_(1)  # through a view
-    with pytest.raises(RuntimeError, match=r"the value hidden, .* is changed in place on this one by x; .*clone"):
-        expect_unchanged(value, before, "hidden", " by x")
 
 
 class Keeping(nn.Module):

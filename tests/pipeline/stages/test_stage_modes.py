@@ -11,7 +11,7 @@ from torch import autocast, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tests.support.in_process import InProcessPipeline
-from tests.support.traced_models import options_for, scaled_by_modes
+from tests.support.traced_models import options_for
 
 WIDTH = 8
 
@@ -185,22 +185,9 @@ class Lazy(Model):
         return self.loss(hidden + whole.mT)
 
 
-class Asks(Model):
-    """The spine asks for its modes."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        hidden = self.embedding(x)
-        for layer in self.layers:
-            hidden = layer(hidden)
-        hidden = scaled_by_modes(hidden)
-        if self.norm.weight.dtype == torch.float32:
-            hidden = hidden * 13
-        return self.loss(hidden)
-
-
 @pytest.mark.parametrize(
     ("cls", "around"),
-    [(Decorated, None), (Islands, None), (WeightTwice, None), (Lazy, None), (Asks, _low)],
+    [(Decorated, None), (Islands, None), (WeightTwice, None), (Lazy, _low)],
 )
 def test_modes_of_torch(cls: type[Model], around: Any) -> None:
     check(cls(), around=around)
