@@ -1,21 +1,15 @@
 """A tie that is made after wrapping, over stages: each rank would train a copy of its own."""
 
-from typing import Any
-
 import pytest
 import torch
 from torch import nn
 
-from nxdpp import NxDPPModel, parallel_state
+from nxdpp import parallel_state
 from tests.pipeline.after_wrapping.scripts import (
     VOCABULARY,
     WIDTH,
-    Layer,
     PipelinedTraining,
     Plain,
-    Script,
-    batch,
-    compare,
 )
 from tests.pipeline.after_wrapping.scripts import Training as Training
 from tests.support.run_ranks import run_ranks
@@ -23,99 +17,32 @@ from tests.support.run_ranks import run_ranks
 TEXT = "embed.weight and head.weight have become one parameter, and different pipeline ranks hold them"
 
 
-def tied_late(rank: int, world_size: int, is_replaced: bool) -> None:
-    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=world_size)
-    torch.manual_seed(0)
-    training = PipelinedTraining(Plain())
-    training.steps(1)
-    embed, head = training.model.get_submodule("embed"), training.model.get_submodule("head")
-    if is_replaced:
-        embed.weight = nn.Parameter(torch.ones(VOCABULARY, WIDTH))
-    head.weight = embed.weight
-    with pytest.raises(RuntimeError, match=TEXT):
-        training.loss()
-
-
-def tied_in_an_adapter(rank: int) -> None:
+def over_stages(rank: int) -> float:
+    """Ties that are refused on every rank; returns the loss with the remedy, a tie before wrapping."""
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
-    training = PipelinedTraining(Plain())
-    training.steps(1)
-    head = nn.Linear(WIDTH, VOCABULARY, bias=False)
-    head.weight = training.model.get_parameter("embed.weight")
-    training.model.head = nn.Sequential(head)
-    with pytest.raises(RuntimeError, match=TEXT.replace("head", "head.0")):
-        training.loss()
+    for is_replaced, is_adapted in ((False, False), (True, False), (False, True)):
+        torch.manual_seed(0)
+        training = PipelinedTraining(Plain())
+        training.steps(1)
+        embed, head = training.model.get_submodule("embed"), nn.Linear(WIDTH, VOCABULARY, bias=False)
+        if is_replaced:
+            embed.weight = nn.Parameter(torch.ones(VOCABULARY, WIDTH))
+        if is_adapted:
+            training.model.head = nn.Sequential(head)
+        else:
+            head = training.model.get_submodule("head")  # type: ignore[assignment]  # a Linear
+        head.weight = embed.weight  # type: ignore[assignment]  # a parameter
+        with pytest.raises(RuntimeError, match=TEXT.replace("head", "head.0") if is_adapted else TEXT):
+            training.loss()
+    return PipelinedTraining(tied()).loss()
 
 
-@pytest.mark.parametrize(("world_size", "is_replaced"), [(2, True), (4, True), (2, False)])
-def test_a_tie_over_stages_is_refused_on_every_rank(world_size: int, is_replaced: bool) -> None:
-    run_ranks(world_size, tied_late, world_size, is_replaced)
-
-
-def test_a_tie_under_a_new_name_is_refused_on_every_rank() -> None:
-    run_ranks(2, tied_in_an_adapter)
-
-
-class ReadsHead(Plain):
-    """Its forward asks whether the head is trained, on each rank."""
-
-    def loss_of(self, hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        return super().loss_of(hidden if self.head.weight.requires_grad else hidden * 2, labels)
-
-
-class TiedReadsHead(ReadsHead):
-    def __init__(self) -> None:
-        super().__init__()
-        self.head.weight = self.embed.weight
-
-
-def replace_embedding(training: Training) -> None:
-    training.steps(1)
-    training.model.embed = nn.Embedding(VOCABULARY + 2, WIDTH)
-    training.steps(2)
-    training.model.embed.requires_grad_(False)
-    training.steps(2)
-    training.model.get_submodule("head").requires_grad_(False)
-    training.steps(2)
-
-
-def tie_and_replace_head(training: Training) -> None:
-    training.steps(1)
-    training.model.head.weight = training.model.embed.weight  # type: ignore[union-attr]  # a Plain here
-    training.steps(2)
-    training.model.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
-    training.steps(2)
-
-
-SCRIPTS: dict[str, tuple[Any, Script]] = {
-    "replaced embedding": (TiedReadsHead, replace_embedding),
-    "replaced head": (ReadsHead, tie_and_replace_head),
-}
-
-
-def both_on_one_rank(rank: int) -> dict[str, Any]:
-    # The first and the last stage are on rank 0.
-    return compare(rank, 2, SCRIPTS, schedule="zb-v")
-
-
-def test_a_tie_of_one_rank_is_made_and_undone() -> None:
-    for result in run_ranks(2, both_on_one_rank):
-        for name, (alone, pipelined) in result.items():
-            assert pipelined == pytest.approx(alone, abs=1e-6), name
-
-
-def tied_early(rank: int) -> float:
-    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
+def tied() -> nn.Module:
     torch.manual_seed(0)
     module = Plain()
     module.head.weight = module.embed.weight
-    model = NxDPPModel(module, transformer_layer_cls=Layer, num_microbatches=2, broadcast_and_average_loss=True)
-    loss: torch.Tensor = model.run_train(**batch())
-    return loss.item()
+    return module
 
 
-def test_the_remedy_trains() -> None:
-    torch.manual_seed(0)
-    module = Plain()
-    module.head.weight = module.embed.weight
-    assert run_ranks(2, tied_early) == [pytest.approx(module(**batch()).item(), abs=1e-6)] * 2
+def test_a_tie_over_stages_is_refused_on_every_rank_and_the_remedy_trains() -> None:
+    assert run_ranks(2, over_stages) == [pytest.approx(Training(tied()).loss(), abs=1e-6)] * 2

@@ -7,7 +7,6 @@ from typing import Any, cast
 import pytest
 import torch
 from torch import nn
-from torch.nn.utils.parametrizations import spectral_norm
 from torch.utils.checkpoint import checkpoint
 
 from nxdpp import apply_checkpoint
@@ -62,19 +61,15 @@ class Nested(RunningMean):
 
 
 class Counting(Layer):
-    """Counts its calls, in an attribute or in a list."""
+    """Counts its calls in a list."""
 
-    def __init__(self, in_list: bool = False) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.calls: Any = [0] if in_list else 0
+        self.calls = [0]
 
     def forward(self, hidden: torch.Tensor) -> Any:
-        calls = self.calls[0] if isinstance(self.calls, list) else self.calls
-        output = super().forward(hidden) / (1 + 0.5 * calls)
-        if isinstance(self.calls, list):
-            self.calls[0] += 1
-        else:
-            self.calls += 1
+        output = super().forward(hidden) / (1 + 0.5 * self.calls[0])
+        self.calls[0] += 1
         return output
 
 
@@ -88,20 +83,9 @@ class Late(Counting):
         self.register_buffer("factor", torch.ones(()))
 
     def forward(self, hidden: torch.Tensor) -> Any:
-        if self.calls > 4:
+        if self.calls[0] > 4:
             self.factor.mul_(0.9)
         return super().forward(hidden) * self.factor.clone()
-
-
-class Norm(Layer):
-    """With a batch norm, whose statistics no training output shows."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.batch_norm = nn.BatchNorm1d(WIDTH)
-
-    def forward(self, hidden: torch.Tensor) -> Any:
-        return super().forward(self.batch_norm(hidden.flatten(0, 1)).view_as(hidden))
 
 
 class Drawing(Layer):
@@ -109,12 +93,6 @@ class Drawing(Layer):
 
     def forward(self, hidden: torch.Tensor) -> Any:
         return super().forward(hidden) * (1 + random.random())
-
-
-class Spectral(Layer):
-    def __init__(self) -> None:
-        super().__init__()
-        spectral_norm(self.linear)
 
 
 def of(make: Callable[[], nn.Module], layers: range = range(LAYERS)) -> Callable[[], nn.Module]:
@@ -146,29 +124,21 @@ def recomputed(steps: int, *names: str) -> Script:
 
 
 SCRIPTS: dict[str, Any] = {
-    "running mean": (of(RunningMean), recomputed(3)),
-    "running mean, replaced": (of(lambda: RunningMean(in_place=False)), recomputed(3)),
-    "counter": (of(Counting), recomputed(3)),
-    "counter in a list": (of(lambda: Counting(in_list=True)), recomputed(3)),
-    "nested": (of(lambda: Nested(use_reentrant=False, in_place=True)), recomputed(3)),
-    "nested, replaced": (of(lambda: Nested(use_reentrant=False, in_place=False)), recomputed(3)),
-    "nested, reentrant": (of(lambda: Nested(use_reentrant=True, in_place=True)), recomputed(3)),
-    "spectral norm": (of(Spectral), recomputed(3)),
-    "batch norm": (of(Norm), recomputed(3)),
+    "running mean": (of(RunningMean), recomputed(2)),
+    "counter in a list": (of(Counting), recomputed(2)),
+    "nested, reentrant": (of(lambda: Nested(use_reentrant=True, in_place=True)), recomputed(2)),
 }
 SCRIPTS_OF_REMEDIES: dict[str, Any] = {
     "draws": (of(Drawing, range(1)), recomputed(2, "layers.1", "layers.2", "layers.3")),
-    "late": (of(Late, range(1)), recomputed(4, "layers.1", "layers.2", "layers.3")),
 }
 
 
-def compared(rank: int, world_size: int) -> dict[str, Any]:
-    return compare(rank, world_size, SCRIPTS)
+def compared(rank: int) -> dict[str, Any]:
+    return compare(rank, 2, SCRIPTS)
 
 
-@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.sweep)])
-def test_a_recomputation_has_the_state_of_its_forward(world_size: int) -> None:
-    for found in run_ranks(world_size, compared, world_size):
+def test_a_recomputation_has_the_state_of_its_forward() -> None:
+    for found in run_ranks(2, compared):
         for name, (expected, numbers) in found.items():
             assert numbers == expected, name
             assert len(set(expected)) == len(expected)
@@ -201,9 +171,8 @@ def test_a_late_change_in_place_is_refused() -> None:
         sixth.backward()
 
 
-@pytest.mark.parametrize("use_reentrant", [False, True])
-def test_a_checkpoint_of_its_own_is_refused_where_later_forwards_come_first(use_reentrant: bool) -> None:
-    layer, record = Nested(use_reentrant, in_place=False), ChangeRecord()
+def test_a_checkpoint_of_its_own_is_refused_where_later_forwards_come_first() -> None:
+    layer, record = Nested(use_reentrant=False, in_place=False), ChangeRecord()
     record.follow(layer, [])
     follow_checkpoints()
     layer.is_recomputed = True

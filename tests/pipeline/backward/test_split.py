@@ -21,7 +21,7 @@ from nxdpp.pipeline.backward import split as split_module
 from nxdpp.pipeline.backward import structure
 from nxdpp.pipeline.backward.graph import AT_ONCE, BackwardAnalysis
 from nxdpp.pipeline.backward.split import SplitBackward
-from tests.pipeline.backward.split_and_plain import CountProducts, call, compare, forward, plain, split
+from tests.pipeline.backward.split_and_plain import call, compare, forward, plain, same
 from tests.pipeline.backward.stages_of_models import stages_of
 from tests.support.models import make, padded_batch
 
@@ -58,8 +58,6 @@ def compiled_and_last() -> Calls:
 
 def test_no_weight_of_a_stage_with_a_compiled_module_waits() -> None:
     torch.compiler.reset()
-    assert split(compiled_and_last(), batches(3, 4), call).weight_products == 0
-    torch.compiler.reset()
     assert compare(compiled_and_last(), batches(3, 4)).weight_products == 0
 
 
@@ -67,7 +65,7 @@ def parameter(*shape: int) -> nn.Parameter:
     return nn.Parameter(torch.randn(*shape, generator=torch.Generator().manual_seed(3)))
 
 
-@pytest.mark.parametrize("name", ["llama", "tied_llama", "gpt2", "qwen3", "bert", "mixtral"])
+@pytest.mark.parametrize("name", ["tied_llama", "gpt2", "mixtral"])
 def test_stages_of_models(name: str) -> None:
     model = make(name)
     model.config.use_cache = False
@@ -79,14 +77,13 @@ def test_stages_of_models(name: str) -> None:
             assert found.weight_products >= 3 * 4, number
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_no_weight_waits_where_torch_hides_hooks(
-    name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(structure, "HOOKS_ARE_SHOWN", False)
-    model = make(name)
+    model = make("llama", layers=2)
     model.config.use_cache = False
-    first, *others = stages_of(model, [padded_batch(2, seed=seed) for seed in range(3)], 3)
+    first, *others = stages_of(model, [padded_batch(2, seed=seed) for seed in range(3)], 2)
     # The first stage has no input-gradients, so that all its weights wait.
     assert compare(first.module, first.batches, first.run).weight_products >= 3 * 4
     for stage in others:
@@ -120,29 +117,16 @@ def in_place_on_view(self: Any, x: torch.Tensor) -> Any:
 
 
 PLAIN: dict[str, tuple[Any, int]] = {
-    "linear of three dimensions": (linear, 1),
     "layers": (lambda: nn.Sequential(linear(0), nn.GELU(), nn.LayerNorm(4), linear(1)), 1),
-    "no bias": (lambda: nn.Sequential(nn.Linear(4, 4, bias=False), nn.Tanh(), nn.Linear(4, 4, bias=False)), 1),
     "in place": (lambda: nn.Sequential(nn.ReLU(inplace=True), linear(), nn.ReLU(inplace=True), linear(1)), 1),
     "in place on a view": (lambda: Calls(in_place_on_view, one=linear(0), two=linear(1), scale=parameter(2)), 1),
-    "output is an input": (lambda: Calls(lambda m, x: (x, m.one(x)), one=linear()), 1),
     "output is a view of an input": (lambda: Calls(lambda m, x: (x.flatten(), m.one(x)), one=linear()), 1),
     "several in and out": (
         lambda: Calls(lambda m, x, y: (m.one(x), m.two(y), m.one(x + y)), one=linear(0), two=linear(1)),
         2,
     ),
-    "unused received value": (lambda: Calls(lambda m, x, y: m.one(x), one=linear()), 2),
     "no received value used": (lambda: Calls(lambda m, x: m.one.weight @ m.one.bias, one=linear()), 1),
-    "output twice": (lambda: Calls(lambda m, x: [y := m.one(x), y, y * 2], one=linear()), 1),
-    "loss beside": (lambda: Calls(lambda m, x: (m.one(x), m.one.weight.square().sum()), one=linear()), 1),
-    "loss of others beside": (
-        lambda: Calls(lambda m, x: (m.one(x), (m.two.weight @ m.two.bias).sum()), one=linear(), two=linear(1)),
-        1,
-    ),
-    "output is a parameter": (lambda: Calls(lambda m, x: (m.one(x), m.one.weight), one=linear()), 1),
-    "used twice at one depth": (lambda: Calls(lambda m, x: m.one(x) + m.one(x * 2), one=linear()), 1),
     "used twice at two depths": (lambda: Calls(lambda m, x: m.one(m.one(x).tanh()), one=linear()), 1),
-    "used four times": (lambda: Calls(lambda m, x: m.one(m.one(m.one(m.one(x).relu()))), one=linear()), 1),
     "used directly and not": (
         lambda: Calls(
             lambda m, x: ((x * m.w + 1).tanh() * m.w + m.w.exp() * x) * m.w + functional.linear(x, m.w.diag(), m.w),
@@ -150,21 +134,8 @@ PLAIN: dict[str, tuple[Any, int]] = {
         ),
         1,
     ),
-    "product of two": (
-        lambda: Calls(lambda m, x: x @ (m.a @ m.b) + x.tanh() @ (m.b @ m.a), a=parameter(4, 4), b=parameter(4, 4)),
-        1,
-    ),
-    "product of two, one shared": (
-        lambda: Calls(lambda m, x: (x @ (m.a @ m.b)) @ m.b, a=parameter(4, 4), b=parameter(4, 4)),
-        1,
-    ),
-    "own function": (lambda: Calls(lambda m, x: twice(m.one(x).tanh(), m.w), one=linear(), w=parameter(4, 4)), 1),
     "own function and others": (
         lambda: Calls(lambda m, x: m.one(twice(m.one(x), m.w)) @ m.w, one=linear(), w=parameter(4, 4)),
-        1,
-    ),
-    "own function of weights": (
-        lambda: Calls(lambda m, x: x @ twice(m.a, m.b), a=parameter(4, 4), b=parameter(4, 4)),
         1,
     ),
     "attention to parameters": (
@@ -175,10 +146,8 @@ PLAIN: dict[str, tuple[Any, int]] = {
         ),
         1,
     ),
-    "broadcast parameters": (lambda: Calls(lambda m, x: x * m.a + m.b, a=parameter(3, 1), b=parameter(1)), 1),
     "transformer layer": (lambda: nn.TransformerEncoderLayer(4, 2, 8, dropout=0.25, batch_first=True), 1),
     "lstm": (lambda: nn.LSTM(4, 5, num_layers=2, batch_first=True), 1),
-    "gru": (lambda: nn.GRU(4, 5, batch_first=True), 1),
     "half of it in lower precision": (
         lambda: Calls(lambda m, x: m.one(x.bfloat16()).float() * m.w, one=linear().bfloat16(), w=parameter(4)),
         1,
@@ -186,55 +155,28 @@ PLAIN: dict[str, tuple[Any, int]] = {
 }
 
 
-@pytest.mark.parametrize("name", PLAIN)
-def test_plain_modules(name: str) -> None:
-    make_module, values = PLAIN[name]
-    torch.manual_seed(0)
-    assert compare(make_module(), batches(2, 3, 4, values=values)).analyses == 1
+def test_plain_modules() -> None:
+    module = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(inplace=True), nn.GroupNorm(2, 4))
+    compare(module, batches(2, 3, 5, 5))
+    for name, (make_module, values) in PLAIN.items():
+        torch.manual_seed(0)
+        assert compare(make_module(), batches(2, 3, 4, values=values)).analyses == 1, name
 
 
-def test_convolutions_and_batch_norm() -> None:
-    torch.manual_seed(0)
-    module = nn.Sequential(
-        nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(inplace=True), nn.Conv2d(4, 4, 1), nn.GroupNorm(2, 4)
-    )
-    found = compare(module, batches(2, 3, 5, 5))
-    assert found.weight_products == (4 * 4 if structure.HOOKS_ARE_SHOWN else 0)
+def in_autocast(module: Any, values: Sequence[torch.Tensor]) -> Any:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        return module(*values)
 
 
-@shown_hooks
-def test_all_weights_of_plain_layers_wait() -> None:
-    module = nn.Sequential(linear(0), nn.LayerNorm(4), linear(1), linear(0))
-    ((x,),) = batches(2, 3, 4, count=1)
-    microbatch = forward(module, [x], lambda m, values: m(*values), 0)
-    backward = SplitBackward(BackwardAnalysis(), microbatch.edges, microbatch.roots)
-    backward.input_gradients(microbatch.gradients)
-    assert all(p.grad is None for p in module.parameters())
-    backward.weight_gradients()
-    assert all(p.grad is not None for p in module.parameters())
-
-
-@pytest.mark.parametrize(
-    "frozen", [["0.weight"], ["0.weight", "0.bias", "2.bias"], ["0.weight", "0.bias", "2.weight", "2.bias"]]
-)
-def test_frozen_parameters(frozen: list[str]) -> None:
-    module = nn.Sequential(linear(0), nn.ReLU(), linear(1))
-    for name in frozen:
-        module.get_parameter(name).requires_grad_(False)
-    compare(module, batches(2, 4))
-
-
-@pytest.mark.parametrize("cached", [True, False])
-def test_autocast(cached: bool) -> None:
-    def run(module: Any, values: Sequence[torch.Tensor]) -> Any:
-        with torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=cached):
-            return module(*values)
-
-    module = Calls(lambda m, x: m.one(m.two(m.one(x)).relu()), one=linear(0), two=linear(1))
-    compare(module, batches(2, 3, 4), run)
-
-
-def test_autocast_around_all_microbatches() -> None:
+def test_frozen_parameters_and_autocast() -> None:
+    for frozen in (["0.weight"], ["0.weight", "0.bias", "2.weight", "2.bias"]):
+        module = nn.Sequential(linear(0), nn.ReLU(), linear(1))
+        for name in frozen:
+            module.get_parameter(name).requires_grad_(False)
+        compare(module, batches(2, 4))
+    shared = Calls(lambda m, x: m.one(m.two(m.one(x)).relu()), one=linear(0), two=linear(1))
+    compare(shared, batches(2, 3, 4), in_autocast)
+    # With the casts of autocast's cache, which the microbatches share.
     with torch.autocast("cpu", dtype=torch.bfloat16):
         compare(nn.Sequential(linear(0), linear(1)), batches(2, 3, 4), delay=2)
 
@@ -257,17 +199,6 @@ def test_recomputes_once_under_checkpointing() -> None:
     backward.input_gradients(microbatch.gradients)
     immediate = {name for name, parameter in module.named_parameters() if parameter.grad is not None}
     assert immediate == {"layer.0.weight", "layer.0.bias", "layer.2.weight", "layer.2.bias"}
-
-
-@shown_hooks
-def test_later_checkpointing_is_noticed() -> None:
-    module = Calls(None, start=linear(0), layer=nn.Sequential(linear(1), nn.Tanh(), linear(2)), last=linear(3))
-    analysis = BackwardAnalysis()
-    for run, expected in ((lambda m, v: m.last(m.layer(m.start(*v))), 0), (recomputed, 4)):
-        microbatch = forward(module, batches(2, 4)[0], run, 0)
-        backward = SplitBackward(analysis, microbatch.edges, microbatch.roots)
-        backward.input_gradients(microbatch.gradients)
-        assert sum(parameter.grad is not None for parameter in module.parameters()) == expected
 
 
 class Experts(nn.Module):
@@ -312,23 +243,21 @@ ALIKE = {
 }
 
 
-@pytest.mark.parametrize("first", ALIKE)
-def test_an_analysis_is_never_used_for_another_graph(first: str) -> None:
+@pytest.mark.parametrize("names", [list(ALIKE), list(reversed(ALIKE))], ids=["forwards", "backwards"])
+def test_an_analysis_is_never_used_for_another_graph(names: list[str]) -> None:
+    """Each graph comes after all others in one of the two orders."""
     analysis = BackwardAnalysis()
     ((x,),) = batches(2, 4, count=1)
-    for second in ALIKE:
-        for name in (first, second):
-            module = Calls(ALIKE[name], one=linear(0), two=linear(1), w=parameter(4))
-            expected = plain(copy.deepcopy(module), [[x]], lambda m, values: m(*values))
-            microbatch = forward(module, [x], lambda m, values: m(*values), 0)
-            backward = SplitBackward(analysis, microbatch.edges, microbatch.roots)
-            (found,) = backward.input_gradients(microbatch.gradients)
-            backward.weight_gradients()
-            (gradient,) = expected.received[0]
-            assert found is gradient or torch.equal(found, gradient), (first, second)  # type: ignore[arg-type]
-            for key, value in module.named_parameters():
-                other = expected.parameters[key]
-                assert value.grad is other or torch.equal(value.grad, other), (first, second, key)  # type: ignore[arg-type]
+    for name in [*names, names[0]]:
+        module = Calls(ALIKE[name], one=linear(0), two=linear(1), w=parameter(4))
+        expected = plain(copy.deepcopy(module), [[x]], call)
+        microbatch = forward(module, [x], call, 0)
+        backward = SplitBackward(analysis, microbatch.edges, microbatch.roots)
+        (found,) = backward.input_gradients(microbatch.gradients)
+        backward.weight_gradients()
+        assert same(found, expected.received[0][0]), name
+        for key, value in module.named_parameters():
+            assert same(value.grad, expected.parameters[key]), (name, key)
 
 
 def test_hooks_run_once() -> None:
@@ -369,37 +298,6 @@ def test_hooks_run_once() -> None:
     assert torch.equal(found, theirs.received[0][0])  # type: ignore[arg-type]
     for name, p in module.named_parameters():
         assert torch.equal(p.grad, theirs.parameters[name]), name  # type: ignore[arg-type]
-
-
-def test_a_loss_needs_no_gradient() -> None:
-    module = linear()
-    ((x,),) = batches(2, 4, count=1)
-    entered = x.clone().requires_grad_()
-    backward = SplitBackward(BackwardAnalysis(), [get_gradient_edge(entered)], [module(entered).sum()])
-    (found,) = backward.input_gradients([torch.ones(())])
-    backward.weight_gradients()
-    other = x.clone().requires_grad_()
-    twin = copy.deepcopy(module)
-    twin.zero_grad()
-    twin(other).sum().backward()
-    assert torch.equal(found, other.grad)  # type: ignore[arg-type]
-    assert torch.equal(module.weight.grad, twin.weight.grad)  # type: ignore[arg-type]
-    assert entered.grad is None
-
-
-def test_misuse_is_refused() -> None:
-    x = torch.randn(2, 4, requires_grad=True)
-    backward = SplitBackward(BackwardAnalysis(), [get_gradient_edge(x)], [linear()(x)])
-    with pytest.raises(RuntimeError, match="follows input_gradients"):
-        backward.weight_gradients()
-    with pytest.raises(ValueError, match="1 root needs as many gradients, not 2"):
-        backward.input_gradients([torch.ones(2, 4), torch.ones(2, 4)])
-    backward.input_gradients([torch.ones(2, 4)])
-    with pytest.raises(RuntimeError, match="computed already"):
-        backward.input_gradients([torch.ones(2, 4)])
-    backward.weight_gradients()
-    with pytest.raises(RuntimeError, match="once"):
-        backward.weight_gradients()
 
 
 @shown_hooks
@@ -464,12 +362,6 @@ def test_an_import_within_inference_mode_serves_training() -> None:
     called: list[torch.Tensor] = []
     module._run_while_asking_for([get_gradient_edge(torch.ones(1, requires_grad=True))], called.append)
     assert called
-
-
-def test_products_are_counted() -> None:
-    with CountProducts() as counter:
-        torch.randn(2, 2) @ torch.randn(2, 2)
-    assert counter.counts.total() == 1
 
 
 def test_operations_that_compute_all_gradients_at_once_are_known() -> None:

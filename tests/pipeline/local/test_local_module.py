@@ -50,33 +50,21 @@ def test_an_optimizer_of_replaced_parameters_is_refused_before_anything_changes(
     tree.double()
 
 
-def test_parameters_that_stay_need_no_other_optimizer() -> None:
-    tree = _tree()
-    optimizer = torch.optim.SGD(tree.parameters(), lr=0.1)
-    tree.double()
-    assert optimizer.param_groups[0]["params"] == list(tree.parameters())
-
-
-class Follower:
-    def __init__(self, tree: LocalModule) -> None:
-        self.tree = tree
-        self.followed = 0
-        tree.run_before_listings(self.follow)
-
-    def follow(self) -> None:
-        self.followed += 1
-
-
 def test_listings_follow_and_keep_nothing_alive() -> None:
-    follower = Follower(LocalModule())
-    tree, at = follower.tree, weakref.ref(follower)
-    for listed in (tree.parameters, tree.named_buffers, tree.modules, tree.state_dict, tree.named_modules):
-        before = follower.followed
+    followed: list[int] = []
+
+    class Follower:
+        def follow(self) -> None:
+            followed.append(1)
+
+    tree, follower = LocalModule(), Follower()
+    tree.run_before_listings(follower.follow)
+    for number, listed in enumerate((tree.parameters, tree.named_buffers, tree.modules, tree.state_dict), 1):
         list(listed())
-        assert follower.followed == before + 1
-    copied = follower.followed
+        assert len(followed) == number
     list(copy.deepcopy(tree).parameters())
-    assert follower.followed == copied
+    assert len(followed) == number
+    at = weakref.ref(follower)
     del follower
     gc.collect()
     assert at() is None

@@ -1,7 +1,7 @@
 """Models in wrappers of other runtimes: refused, with a remedy that is followed here."""
 
 import io
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from transformers import Trainer, TrainingArguments
 
 from nxdpp import NxDPPModel
 from nxdpp.integrations import PipelineTrainer
-from tests.support.models import make, padded_batch, reference, train_in_one_process
+from tests.support.models import gradient_differences, make, padded_batch, reference, train_in_one_process
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
@@ -37,20 +37,6 @@ def llama() -> Any:
     return make("llama", layers=2)
 
 
-def trains_exactly(model: nn.Module, **arguments: Any) -> None:
-    """Train a step of ``model``, which has the parameters of ``llama()``, and compare it with one process."""
-    whole = reference(llama())
-    wrapped = NxDPPModel(model, num_microbatches=2, **arguments)
-    wrapped.run_train(**BATCH)
-    train_in_one_process(whole, BATCH, 2)
-    expected = dict(whole.named_parameters())
-    for name, parameter in wrapped.local_named_parameters():
-        gradient = expected[name.replace("_orig_mod.", "")].grad
-        assert parameter.grad is not None
-        assert gradient is not None
-        assert torch.equal(parameter.grad, gradient)
-
-
 def mesh() -> Any:
     return init_device_mesh("cpu", (1,))
 
@@ -63,26 +49,64 @@ def refused(model: nn.Module) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("wrapper", [DistributedDataParallel, nn.DataParallel])
-def test_data_parallel_wrappers(wrapper: Any) -> None:
-    model = wrapper(llama())
-    message = refused(model)
-    assert f"the model, a {wrapper.__name__}, runs its module as a whole" in message
-    assert "give the module inside: model.module" in message
-    trains_exactly(model.module)
+def sharded_layer(model: Any) -> Any:
+    fully_shard(model.model.layers[0], mesh=mesh())
+    return model
 
 
-class _OwnDataParallel(DistributedDataParallel):
-    """A class of the user."""
+def wrapped_layer(model: Any) -> Any:
+    model.model.layers[1] = nn.DataParallel(model.model.layers[1])
+    return model
 
 
-@pytest.mark.parametrize("wrapper", [DistributedDataParallel, _OwnDataParallel])
-def test_a_data_parallel_wrapper_around_the_wrapped_model(wrapper: Any) -> None:
-    wrapped = NxDPPModel(llama(), num_microbatches=2)
-    with pytest.raises(RuntimeError, match=r"leave it out\. Gradients are averaged over the data-parallel replicas"):
-        wrapper(wrapped)
-    assert not hasattr(wrapped, "_other")
+def compiled_in_place(model: Any) -> Any:
+    model.model.compile(backend="eager")
+    return model
+
+
+REFUSED: list[tuple[Callable[[Any], Any], list[str]]] = [
+    (
+        DistributedDataParallel,
+        ["the model, a DistributedDataParallel, runs its module as a whole", "give the module inside: model.module"],
+    ),
+    (nn.DataParallel, ["the model, a DataParallel, runs its module as a whole"]),
+    (
+        wrapped_layer,
+        ["model.layers.1, a DataParallel, runs its module", "put its .module in the place of model.layers.1"],
+    ),
+    (sharded_layer, ["model.layers.0, a FSDPLlamaDecoderLayer, has parameters that FSDP shards"]),
+    (
+        lambda model: FullyShardedDataParallel(model, device_id=torch.device("cpu")),
+        [
+            "the model, a FullyShardedDataParallel, has parameters that FSDP shards",
+            "Build the model again without fully_shard",
+        ],
+    ),
+    (
+        lambda model: torch.compile(model, backend="eager"),
+        ["torch.compile was given the model", "(._orig_mod), and compile its layers afterwards: nxdpp.apply_compile("],
+    ),
+    (compiled_in_place, ["model was compiled in place (compile()) and holds transformer layers"]),
+    (
+        lambda model: NxDPPModel(model, num_microbatches=2),
+        ["the model, a NxDPPModel, is a pipeline already. Use it as it is (run_train), or build the model"],
+    ),
+]
+
+
+def test_models_in_other_wrappers_are_refused() -> None:
+    for wrap, texts in REFUSED:
+        message = refused(wrap(llama()))
+        assert all(text in message for text in texts), message
+
+
+def test_the_remedy_trains_as_one_process() -> None:
+    taken_out = wrapped_layer(llama())
+    taken_out.model.layers[1] = taken_out.model.layers[1].module
+    whole, wrapped = reference(llama()), NxDPPModel(taken_out, num_microbatches=2)
     wrapped.run_train(**BATCH)
+    train_in_one_process(whole, BATCH, 2)
+    assert gradient_differences(wrapped, whole) == {}
 
 
 @pytest.mark.usefixtures("new_accelerator")
@@ -103,6 +127,8 @@ def test_a_trainer_of_the_wrapped_model(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("new_accelerator")
 def test_other_wrappers_around_the_wrapped_model() -> None:
     wrapped = NxDPPModel(llama(), num_microbatches=2)
+    with pytest.raises(RuntimeError, match=r"leave it out\. Gradients are averaged over the data-parallel replicas"):
+        DistributedDataParallel(wrapped)
     for compiles in (partial(torch.compile, wrapped, backend="eager"), partial(wrapped.compile, backend="eager")):
         with pytest.raises(RuntimeError, match=r"Call nxdpp.apply_compile\(model\) in its place"):
             compiles()
@@ -128,84 +154,26 @@ def test_other_wrappers_around_the_wrapped_model() -> None:
     with torch.autocast("cpu", torch.bfloat16):
         wrapped.run_train(**BATCH)
 
-    compiled = llama()
-    for layer in compiled.model.layers:
-        layer.compile(backend="eager")
-    trains_exactly(compiled)
+
+def wrap_first_layer(wrapped: Any) -> None:
+    layers = wrapped.local_module.model.layers
+    layers.add_module("0", DistributedDataParallel(layers.get_submodule("0")))
 
 
-@pytest.mark.parametrize("wrapper", [DistributedDataParallel, nn.DataParallel])
-def test_a_data_parallel_wrapper_in_the_model(wrapper: Any) -> None:
-    model = llama()
-    model.model.layers[1] = wrapper(model.model.layers[1])
-    message = refused(model)
-    assert f"model.layers.1, a {wrapper.__name__}, runs its module" in message
-    assert "put its .module in the place of model.layers.1" in message
-    model.model.layers[1] = model.model.layers[1].module
-    trains_exactly(model)
+def shard_first_layer(wrapped: Any) -> None:
+    fully_shard(wrapped.local_module.model.layers.get_submodule("0"), mesh=mesh())
 
 
-def test_fully_sharded_models() -> None:
-    sharded = llama()
-    fully_shard(sharded.model.layers[0], mesh=mesh())
-    assert "model.layers.0, a FSDPLlamaDecoderLayer, has parameters that FSDP shards" in refused(sharded)
-    whole = fully_shard(llama(), mesh=mesh())
-    assert "the model, a FSDPLlamaForCausalLM, has parameters that FSDP shards" in refused(whole)
-    older = FullyShardedDataParallel(llama(), device_id=torch.device("cpu"))
-    message = refused(older)
-    assert "the model, a FullyShardedDataParallel, has parameters that FSDP shards" in message
-    assert "Build the model again without fully_shard" in message
-    trains_exactly(llama())
-
-
-def test_a_model_that_is_wrapped_already() -> None:
-    wrapped = NxDPPModel(llama(), num_microbatches=2)
-    message = refused(wrapped)
-    assert "the model, a NxDPPModel, is a pipeline already. Use it as it is (run_train), or build the model" in message
-    with pytest.raises(ValueError, match="0, a NxDPPModel, is a pipeline already"):
-        NxDPPModel(nn.Sequential(wrapped))
-    with pytest.raises(ValueError, match="the model, a LocalModule, is a pipeline already"):
-        NxDPPModel(wrapped.local_module)
-    wrapped.run_train(**BATCH)
-    trains_exactly(llama())
-
-
-def test_a_compiled_model() -> None:
-    model: Any = torch.compile(llama(), backend="eager")
-    message = refused(model)
-    assert "torch.compile was given the model" in message
-    assert "(._orig_mod), and compile its layers afterwards: nxdpp.apply_compile(wrapped)" in message
-    inside = model._orig_mod
-    for i, layer in enumerate(inside.model.layers):
-        inside.model.layers[i] = torch.compile(layer, backend="eager")
-    trains_exactly(inside)
-
-
-@pytest.mark.parametrize("place", ["", "model"])
-def test_a_model_that_is_compiled_in_place(place: str) -> None:
-    model = llama()
-    model.get_submodule(place).compile(backend="eager")
-    assert f"{place or 'the model'} was compiled in place (compile()) and holds transformer layers" in refused(model)
-    model = llama()
-    for layer in model.model.layers:
-        layer.compile(backend="eager")
-    trains_exactly(model)
-
-
-@pytest.mark.parametrize("wrap", ["ddp", "fully_shard"])
-def test_wrappers_of_local_layers(wrap: str) -> None:
-    def change(wrapped: NxDPPModel) -> None:
-        layers: Any = wrapped.local_module.model.layers  # type: ignore[union-attr]
-        layer = layers.get_submodule("0")
-        if wrap == "ddp":
-            layers.add_module("0", DistributedDataParallel(layer))
-        else:
-            fully_shard(layer, mesh=mesh())
-
-    with pytest.raises(RuntimeError, match=r"model.layers.0, a \w+, is in a wrapper of data parallelism"):
-        NxDPPModel(llama(), num_microbatches=2, post_partition_hooks=[change])
-    wrapped = NxDPPModel(llama(), num_microbatches=2)
-    change(wrapped)
-    with pytest.raises(RuntimeError, match=r"Leave the wrapper out: run_train averages the gradients"):
-        wrapped.run_train(**BATCH)
-    trains_exactly(llama())
+def test_wrappers_of_local_layers() -> None:
+    text = r"model.layers.0, a \w+, is in a wrapper of data parallelism"
+    with pytest.raises(RuntimeError, match=text):
+        NxDPPModel(llama(), num_microbatches=2, post_partition_hooks=[wrap_first_layer])
+    for change in (wrap_first_layer, shard_first_layer):
+        wrapped = NxDPPModel(llama(), num_microbatches=2)
+        if change is wrap_first_layer:
+            # In a later step too, and between a move and the step.
+            wrapped.run_train(**BATCH)
+            wrapped.move_model_to_device()
+        change(wrapped)
+        with pytest.raises(RuntimeError, match=rf"{text}.* Leave the wrapper out: run_train averages the gradients"):
+            wrapped.run_train(**BATCH)

@@ -19,13 +19,8 @@ def _untied(**options: Any) -> LlamaForCausalLM:
     return model
 
 
-@pytest.fixture
-def lazy(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tie_of_the_configuration_that_is_two_equal_parameters_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Device, "is_lazy", True)
-
-
-@pytest.mark.usefixtures("lazy")
-def test_a_tie_of_the_configuration_that_is_two_equal_parameters_is_refused() -> None:
     model = _untied(tie_word_embeddings=True)
     with pytest.raises(ValueError, match=r"inner.model.embed_tokens.weight and inner.lm_head.weight .* tie_weights\("):
         refuse_lost_ties(nn.ModuleDict({"inner": model}))
@@ -33,8 +28,9 @@ def test_a_tie_of_the_configuration_that_is_two_equal_parameters_is_refused() ->
     refuse_lost_ties(model)
 
 
-@pytest.mark.usefixtures("lazy")
-def test_weights_that_were_made_different_or_are_not_tied_pass() -> None:
+def test_a_program_may_untie_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    refuse_lost_ties(_untied(tie_word_embeddings=True))
+    monkeypatch.setattr(Device, "is_lazy", True)
     refuse_lost_ties(_untied(tie_word_embeddings=False))
     model = _untied(tie_word_embeddings=True)
     with torch.no_grad():
@@ -42,22 +38,10 @@ def test_weights_that_were_made_different_or_are_not_tied_pass() -> None:
     refuse_lost_ties(model)
 
 
-def test_a_program_may_untie_weights_on_other_devices() -> None:
-    refuse_lost_ties(_untied(tie_word_embeddings=True))
-
-
-XLA = torch.device("xla")
-
-
-def test_the_remedy_of_a_refusal_is_accepted() -> None:
-    model = make("mixtral", layers=1)
+def test_experts_are_refused_on_xla_devices_and_the_remedy_is_accepted() -> None:
+    model, xla = make("mixtral", layers=1), torch.device("xla")
     with pytest.raises(ValueError, match=r"model\.layers\.0\.mlp\.experts, a MixtralExperts, .*xla devices"):
-        refuse_grouped_experts(model, XLA)
-
+        refuse_grouped_experts(model, xla)
+    refuse_grouped_experts(model, torch.device("cpu"))
     model.set_experts_implementation("batched_mm")
-    refuse_grouped_experts(model, XLA)
-
-
-def test_experts_of_the_cpu_and_models_without_experts_are_accepted() -> None:
-    refuse_grouped_experts(make("mixtral", layers=1), torch.device("cpu"))
-    refuse_grouped_experts(make("llama", layers=1), XLA)
+    refuse_grouped_experts(model, xla)

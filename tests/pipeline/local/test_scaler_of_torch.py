@@ -1,13 +1,9 @@
-"""torch's ``GradScaler`` is refused for a pipelined model; the one that the message names trains as one process."""
-
-import copy
-import weakref
+"""torch's ``GradScaler`` is refused for a pipelined model."""
 
 import pytest
 import torch
 from torch import nn
 
-import nxdpp
 from nxdpp import NxDPPModel, parallel_state
 from tests.support.run_ranks import run_ranks
 
@@ -21,8 +17,8 @@ def build() -> nn.Module:
     return nn.Sequential(*(Layer(4, 4) for _ in range(4)))
 
 
-def train(rank: int, ranks: int) -> tuple[str, list[str]]:
-    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=ranks)
+def train(rank: int) -> str:
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
     rows, targets = torch.randn(4, 4), torch.randn(4, 4)
     batch = {"input": rows, "target": targets}
     model = NxDPPModel(build(), Layer, num_microbatches=2, loss_fn=nn.MSELoss(), broadcast_and_average_loss=True)
@@ -38,42 +34,10 @@ def train(rank: int, ranks: int) -> tuple[str, list[str]]:
     scaler = torch.amp.GradScaler("cpu")
     scaler.scale(torch.ones(()))
     scaler.step(torch.optim.SGD(other.parameters(), lr=0.1))
-    assert not outlives_a_step(model)
-    return str(caught.value), followed(batch)
+    return str(caught.value)
 
 
-def outlives_a_step(model: NxDPPModel) -> bool:
-    """Return whether the search for a scaler keeps a variable of the program's that it has deleted."""
-    parameter = next(iter(model.local_parameters()))
-    variable = torch.ones(1)
-    reference = weakref.ref(variable)
-    torch.optim.SGD([parameter], lr=0.1).step()
-    del variable
-    return reference() is not None
-
-
-def followed(batch: dict[str, torch.Tensor]) -> list[str]:
-    """The remedy, followed; names of weights that differ from one process."""
-    whole = build()
-    scaler = nxdpp.GradScaler()
-    model = NxDPPModel(copy.deepcopy(whole), Layer, num_microbatches=2, loss_fn=nn.MSELoss(), grad_scaler=scaler)
-    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, whole)]
-    model.run_train(**batch)
-    scaler.step(optimizers[0])
-    scaler.update()
-    nn.functional.mse_loss(whole(batch["input"]), batch["target"]).backward()
-    optimizers[1].step()
-    expected = dict(whole.named_parameters())
-    return [
-        name
-        for name, each in model.local_named_parameters()
-        if not torch.allclose(each, expected[name], rtol=1e-6, atol=1e-8)
-    ]
-
-
-@pytest.mark.parametrize("ranks", [1, 2, pytest.param(4, marks=pytest.mark.sweep)])
-def test_the_scaler_of_torch_is_refused_with_the_remedy(ranks: int) -> None:
-    for told, different in run_ranks(ranks, train, ranks):
+def test_the_scaler_of_torch_is_refused_with_the_remedy() -> None:
+    for told in run_ranks(2, train):
         assert "divided the gradients of SGD by its scale of 65536" in told
         assert "give it to NxDPPModel(..., grad_scaler=scaler)" in told
-        assert different == []

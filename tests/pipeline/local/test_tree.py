@@ -3,46 +3,18 @@
 import weakref
 from typing import Any
 
-import pytest
 import torch
 from torch import nn
 
-from nxdpp.pipeline.local.local_module import is_container
-from nxdpp.pipeline.local.tree import build_local_module, free_others, local_names, names_elsewhere, tied_names
+from nxdpp.pipeline.local.tree import build_local_module, free_others, local_names, names_elsewhere
 from nxdpp.pipeline.partition.assignment import Owners
 from tests.support.in_process import InProcessPipeline
-from tests.support.traced_models import ARCHITECTURES, make_inputs, make_model
+from tests.support.traced_models import make_inputs, make_model
 
 
 def _cut(model: nn.Module, architecture: str, stages: int) -> tuple[Owners, list[str]]:
     chain = InProcessPipeline(model, stages, make_inputs(architecture))
     return chain.partition.owners, list(chain.partition.layer_stages)
-
-
-@pytest.mark.parametrize("architecture", [*ARCHITECTURES, "tied_llama"])
-def test_stages_hold_every_parameter_under_its_name(architecture: str) -> None:
-    whole = make_model(architecture)
-    names = dict(whole.named_parameters(remove_duplicate=False))
-    held: set[str] = set()
-
-    for stage in range(3):
-        model = make_model(architecture)
-        owners, layers = _cut(model, architecture, 3)
-        local = local_names(owners, stage)
-        originals = dict(model.named_parameters(remove_duplicate=False))
-        free_others(model, local)
-        tree = build_local_module(model, local, layers)
-
-        parameters = dict(tree.named_parameters(remove_duplicate=False))
-        assert parameters.keys() == local
-        assert all(parameter is originals[name] for name, parameter in parameters.items())
-        assert all(torch.equal(parameter, names[name]) for name, parameter in parameters.items())
-        assert tree.state_dict().keys() <= whole.state_dict().keys()
-        for name, parameter in model.named_parameters(remove_duplicate=False):
-            assert parameter.is_meta == (name not in local)
-        held |= local
-
-    assert held == names.keys()
 
 
 def test_a_table_of_positions_stays_where_its_decoder_is_elsewhere() -> None:
@@ -73,59 +45,6 @@ def test_freed_parameters_are_not_in_memory() -> None:
     assert len(away) > 20
     assert [name for name, reference in parameters.items() if reference() is not None] == []
     assert [name for name, reference in away.items() if reference() is not None] == []
-
-
-def test_freeing_keeps_ties_and_requires_grad() -> None:
-    model = make_model("tied_llama")
-    model.model.embed_tokens.weight.requires_grad_(False)
-
-    free_others(model, ())
-
-    assert model.lm_head.weight is model.model.embed_tokens.weight
-    assert not model.lm_head.weight.requires_grad
-    assert model.model.norm.weight.requires_grad
-    assert model.model.norm.weight.is_meta
-
-
-def test_modules_without_parameters_are_on_every_rank() -> None:
-    for stage in range(4):
-        model = make_model("llama")
-        owners, layers = _cut(model, "llama", 4)
-        local = local_names(owners, stage)
-        free_others(model, local)
-        tree = build_local_module(model, local, layers)
-
-        assert tree.get_submodule("model.rotary_emb") is model.model.rotary_emb
-        assert not any(buffer.is_meta for _, buffer in tree.named_buffers())
-
-
-def test_modules_above_layers_are_containers() -> None:
-    model = make_model("llama").eval()
-    owners, layers = _cut(model, "llama", 2)
-
-    tree = build_local_module(model, local_names(owners, 1), layers)
-
-    assert [name for name, _ in tree.get_submodule("model.layers").named_children()] == ["2", "3"]
-    for name in ("", "model", "model.layers"):
-        assert is_container(tree.get_submodule(name))
-        assert not tree.get_submodule(name).training
-    assert tree.get_submodule("model.layers.3") is model.model.layers[3]
-    assert not hasattr(tree.model, "embed_tokens")
-
-
-def test_tied_parameters_with_their_names_and_stages() -> None:
-    model = make_model("tied_llama")
-    owners, _ = _cut(model, "llama", 3)
-
-    assert tied_names(model, owners) == [(["model.embed_tokens.weight", "lm_head.weight"], [0, 2])]
-
-
-@pytest.mark.parametrize(("architecture", "stages"), [("llama", 3), ("tied_llama", 1)])
-def test_no_ties(architecture: str, stages: int) -> None:
-    model = make_model(architecture)
-    owners, _ = _cut(model, "llama", stages)
-
-    assert tied_names(model, owners) == []
 
 
 class _CountingLayer(nn.Module):

@@ -24,9 +24,8 @@ def notes_for(name: str, value: int) -> list[str]:
     return caught.value.__notes__
 
 
-@pytest.mark.parametrize("value", [VOCABULARY, 70, -1])
-def test_an_id_beyond_the_vocabulary(value: int) -> None:
-    notes = notes_for("input_ids", value)
+def test_an_id_beyond_the_vocabulary() -> None:
+    notes = notes_for("input_ids", VOCABULARY)
     assert "in the pipeline: stage 0, forward of microbatch 1 (action 0F1)" in notes
     assert f"input_ids is an index of model.embed_tokens, which has rows 0 to {VOCABULARY - 1}" in notes
 

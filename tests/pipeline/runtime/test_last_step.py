@@ -21,9 +21,16 @@ class Straight(Base):
         return self.run(x)
 
 
-def figures(rank: int, schedule: str) -> tuple[list[int], list[str]]:
-    """Bytes of two training steps, of one after a refresh and of an evaluation; the actions of a training step."""
+Figures = tuple[list[int], list[str]]
+
+
+def of_both(rank: int) -> tuple[Figures, Figures]:
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
+    return figures("1f1b"), figures("zb-v")
+
+
+def figures(schedule: str) -> Figures:
+    """Bytes of two training steps, of one after a refresh and of an evaluation; the actions of a training step."""
     model = NxDPPModel(Straight(), Block, num_microbatches=MICROBATCHES, schedule=schedule)
     assert (model.last_sent_bytes, model.last_step_seconds, model.last_action_seconds) == (0, 0.0, {})
     x = torch.rand(ROWS, WIDTH)
@@ -43,10 +50,9 @@ def figures(rank: int, schedule: str) -> tuple[list[int], list[str]]:
 def test_bytes_and_actions_of_each_rank() -> None:
     # One boundary, float32 of (2, WIDTH) for each microbatch: forward from rank 0, back from rank 1.
     one_way = MICROBATCHES * (ROWS // MICROBATCHES) * WIDTH * 4
-    first, last = run_ranks(2, figures, "1f1b")
+    (first, first_of_v), (last, last_of_v) = run_ranks(2, of_both)
     assert first == ([one_way] * 4, ["0F0", "0F1", "0B0", "0F2", "0B1", "0B2"])
     assert last == ([one_way] * 3 + [0], ["1F0", "1B0", "1F1", "1B1", "1F2", "1B2"])
     # A V of four stages: stages 1 and 2 are both on rank 1, and nothing is sent between them.
-    first, last = run_ranks(2, figures, "zb-v")
-    assert (first[0], last[0]) == ([2 * one_way] * 3 + [one_way], [2 * one_way] * 3 + [one_way])
-    assert sorted({action[:2] for action in first[1]}) == ["0F", "0I", "0W", "3F", "3I", "3W"]
+    assert (first_of_v[0], last_of_v[0]) == ([2 * one_way] * 3 + [one_way], [2 * one_way] * 3 + [one_way])
+    assert sorted({action[:2] for action in first_of_v[1]}) == ["0F", "0I", "0W", "3F", "3I", "3W"]

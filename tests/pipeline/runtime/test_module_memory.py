@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from nxdpp.pipeline.runtime.module_memory import copy_values, names_in_module_memory
 from tests.support.in_process import InProcessPipeline
 from tests.support.traced_models import PlainLayer, PlainModel
 
@@ -86,24 +85,3 @@ def test_each_microbatch_has_its_own_values(model: Any, layer: Any) -> None:
     assert torch.equal(torch.stack(losses), torch.stack(expected))
     for (name, ours), theirs in zip(module.named_parameters(), whole.parameters(), strict=True):
         assert torch.equal(ours.grad, theirs.grad), name
-
-
-def test_only_values_in_the_memory_of_modules_are_copied() -> None:
-    layer: Any = Returning()
-    weight = layer.linear.weight.detach()
-    made: dict[str, Any] = {
-        "activation": torch.ones(4, requires_grad=True) * 2,
-        "mask": torch.ones(4),
-        "load": [layer.load[:2], torch.ones(2)],
-        "total": layer.total,
-        "number": 3,
-    }
-
-    names = names_in_module_memory(made, made, layer)
-    copy_values(names, made)
-    layer.load += 1
-
-    assert names == ["load", "total"]
-    assert torch.equal(made["load"][0], torch.zeros(2))
-    assert names_in_module_memory(["activation"], made, layer) == []
-    assert names_in_module_memory(["weight"], {"weight": weight}, layer) == []

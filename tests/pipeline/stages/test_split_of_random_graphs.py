@@ -80,7 +80,7 @@ class Program(nn.Module):
 steps = st.tuples(st.sampled_from(sorted(OPERATIONS)), st.integers(0, 15), st.integers(0, 15))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(
     programs=st.lists(st.lists(steps, max_size=10), min_size=1, max_size=2),
     outputs=st.lists(st.integers(0, 9), min_size=1, max_size=3),
