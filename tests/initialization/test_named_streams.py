@@ -55,15 +55,3 @@ def test_guarded_tensors_do_not_change() -> None:
 
     assert torch.equal(guarded, torch.arange(40.0))
     assert torch.equal(tensors["a"], draw(["a"])["a"])
-
-
-def test_written_tensors_are_known() -> None:
-    first, second, third = (torch.empty(4, dtype=torch.int64) for _ in range(3))
-
-    with NamedStreams(0, {}, []) as streams:
-        first[1:].fill_(2)
-        second.copy_(first)
-
-    assert streams.wrote(first)
-    assert streams.wrote(second)
-    assert not streams.wrote(third)

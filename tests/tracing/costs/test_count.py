@@ -183,10 +183,3 @@ def test_data_dependent_layers_are_estimated() -> None:
         assert layer.estimated
         assert (layer.forward, layer.backward) == (2 * 72 * 5, 4 * 72 * 5)
         assert layer.output_bytes == 5 * 8 * 4
-
-
-def test_rows_of_one_sequence_have_no_mask() -> None:
-    """As in a step, where the positions have values."""
-    masks = [cost for node, cost in _costs_of_llama().items() if node.name == "create_causal_mask"]
-
-    assert [cost.output_tensors for cost in masks] == [0]

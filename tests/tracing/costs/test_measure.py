@@ -3,7 +3,6 @@
 import time
 from typing import Any
 
-import pytest
 import torch
 from torch import nn
 
@@ -84,18 +83,3 @@ def test_model_is_not_changed() -> None:
     assert torch.equal(torch.get_rng_state(), state)
     assert all(parameter.grad is None for parameter in model.parameters())
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
-
-
-class Broken(Layer):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if isinstance(x, torch.fx.Proxy):
-            return super().forward(x)
-        raise RuntimeError("out of memory")
-
-
-def test_error_of_a_layer_is_raised() -> None:
-    model = Model()
-    model.layers[3] = Broken(timed=False)
-
-    with pytest.raises(RuntimeError, match="out of memory"):
-        _measure(model, {"x": torch.rand(3, 4)}, Layer)

@@ -284,16 +284,3 @@ def test_a_first_item_that_the_last_layer_sets_to_none_is_none() -> None:
     for name, parameter in whole.named_parameters():
         assert parameter.grad is not None
         assert torch.equal(model.get_parameter(name).grad, parameter.grad), name  # type: ignore[arg-type]
-
-
-def test_annotations_that_python_cannot_evaluate_are_no_annotations() -> None:
-    class Unusual(PlainLayer):
-        def forward(self, x: "torch.Tensr") -> "no such name":  # type: ignore  # noqa: F722
-            return super().forward(x)
-
-    model = PlainModel()
-    model.layers = nn.ModuleList(Unusual() for _ in range(2))
-
-    assert torch.equal(
-        run_graph(model, trace_with(model, {"x": X}, options_for(model, PlainLayer)), {"x": X}), model(X)
-    )

@@ -1,5 +1,6 @@
 """Checks of data that only raise run in every step."""
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +14,7 @@ from tests.support.in_process import InProcessPipeline
 from tests.support.traced_models import Asserts, PlainLayer, PlainModel, options_for, trace_with
 
 X = torch.ones(3, 4)
+FOUND: list[int] = []
 
 
 class Refuses(PlainModel):
@@ -64,6 +66,26 @@ def _several(x: Tensor) -> None:
             raise ValueError("bad")
 
 
+def _in_many_forms(x: Tensor) -> int:
+    """All forms of a branch that only raises; the last one raises for numbers that are not finite."""
+    error = KeyError
+    if not (x < 1e9).all() and x.isfinite().all():
+        raise TypeError
+    if x.max() < 1e6 or x.isnan().any():
+        y = 1
+    else:
+        shown = [str(part) for part in (1, 2)]
+        raise TypeError(f"bad {', '.join(shown)} {'a' if shown else 'b'}" + "end {}".format(shown))  # noqa: UP032
+    with contextlib.nullcontext():
+        if x.min() < -1e6:
+            raise KeyError("bad") from ValueError("inner")
+    if x.max() > 1e6:
+        raise error("bad")
+    if bool(~x.isfinite().all()):
+        raise ValueError("bad")
+    return y
+
+
 def _with_torch_assert(x: Tensor) -> None:
     torch._assert(~x.isnan().any(), "not a number")
 
@@ -81,6 +103,7 @@ CHECKS = [
     (_unusual_error, RuntimeError),
     (_either, ValueError),
     (_several, ValueError),
+    (_in_many_forms, ValueError),
     (_with_torch_assert, AssertionError),
     (_with_torch_check, RuntimeError),
     (_with_callable_check, NoNumbersError),
@@ -155,7 +178,34 @@ def _sets_a_variable(x: Tensor) -> int:
     return scale
 
 
-@pytest.mark.parametrize("check", [_calls, _is_caught, _sets_a_variable])
+def _sets_a_variable_in_a_condition(x: Tensor) -> int:
+    scale = 1
+    if x.isnan().any():  # noqa: SIM102
+        if (scale := 2) > 3:
+            raise ValueError("bad")
+    return scale
+
+
+def _has_a_finally(x: Tensor) -> None:
+    try:
+        if x.isnan().any():
+            raise ValueError("bad")
+    finally:
+        FOUND.clear()
+
+
+def _raises_sometimes(x: Tensor, really: bool = False) -> int:
+    if x.isnan().any():
+        if really:
+            raise ValueError("bad")
+        return 1
+    return 2
+
+
+@pytest.mark.parametrize(
+    "check",
+    [_calls, _is_caught, _sets_a_variable, _sets_a_variable_in_a_condition, _has_a_finally, _raises_sometimes],
+)
 def test_another_decision_that_depends_on_data_is_refused(check: Callable[[Tensor], Any]) -> None:
     model = Refuses(check)
     with pytest.raises(TracingError, match=r"only the data tells.*\n  at .*test_data_checks\.py:\d+, in _\w+: if x"):

@@ -1,7 +1,5 @@
 """Plain modules: traced as they are, traced with options, or refused with a message."""
 
-import inspect
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -33,13 +31,6 @@ class Branch(nn.Module):
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         return sign_of_the_sum(hidden)
-
-
-class BranchesInline(PlainModel):
-    def prepare(self, hidden: torch.Tensor) -> torch.Tensor:
-        if hidden.sum() > 0:
-            return hidden
-        return -hidden
 
 
 class BranchesInForward(PlainModel):
@@ -77,22 +68,6 @@ def _check(model: nn.Module, options: TracingOptions) -> None:
     assert traced.layers == tuple(f"layers.{index}" for index in range(4))
     for batch in batches:
         assert torch.equal(run_graph(model, traced, {"x": batch}), model(batch))
-
-
-def test_the_message_for_a_decision_in_the_spine_has_its_line_and_the_remedy() -> None:
-    model = BranchesInline()
-
-    with pytest.raises(TracingError) as caught:
-        trace_with(model, {"x": torch.ones(3, 4)}, _options(model))
-
-    lines, first = inspect.getsourcelines(BranchesInline.prepare)
-    assert "if hidden.sum() > 0" in lines[1]
-    message = str(caught.value)
-    assert "BranchesInline could not be traced with the inputs ['x']" in message
-    assert f"{Path(__file__)}:{first + 1}, in prepare: if hidden.sum() > 0:" in message
-    assert message.endswith("or into a module of its own: either becomes a single node.")
-    assert "leaf_module_cls" not in message
-    assert isinstance(caught.value.__cause__, Exception)
 
 
 @pytest.mark.parametrize("tracer", ["hf", "torch", BranchingTracer])

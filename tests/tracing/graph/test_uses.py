@@ -1,4 +1,4 @@
-"""Metadata arguments of nodes, and nodes that draw random numbers."""
+"""Nodes that draw random numbers."""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import fx, nn
 
-from nxdpp.tracing.graph.uses import draws_random_numbers, metadata_arguments
+from nxdpp.tracing.graph.uses import draws_random_numbers
 
 # embed_dim, heads, in_proj and its bias, bias_k and bias_v, add_zero_attn, dropout_p, out_proj and its bias.
 _ATTENTION: Any = (2, 1, torch.ones(6, 2), torch.ones(6), None, None, False, 0.1, torch.ones(2, 2), torch.ones(2))
@@ -28,32 +28,6 @@ def _node(function: Callable[..., Any]) -> fx.Node:
     *_, last, _ = fx.Tracer().trace(function).nodes
     assert isinstance(last, fx.Node)
     return last
-
-
-def _metadata(function: Callable[..., Any]) -> set[str]:
-    return {node.name for node in metadata_arguments(_node(function), Root())}
-
-
-_UNUSED: list[Callable[..., Any]] = [
-    lambda x, y: x.shape,
-    lambda x, y: x.size(0),
-    lambda x, y: x.new_zeros(3),
-    lambda x, y: torch.empty_like(x, dtype=torch.float64),
-    lambda x, y: y.to(x),
-    lambda x, y: y.expand_as(x),
-]
-_USED: list[Callable[..., Any]] = [
-    lambda x, y: x.to(torch.float64),
-    lambda x, y: x.expand(2, 2),
-    lambda x, y: x.T,
-    lambda x, y: torch.full_like(y, x),
-    lambda x, y: x[0],
-]
-
-
-def test_whether_the_data_of_x_is_used() -> None:
-    assert all(_metadata(function) == {"x"} for function in _UNUSED)
-    assert all(_metadata(function) <= {"y"} for function in _USED)
 
 
 def test_a_module_that_drops_draws_random_numbers() -> None:

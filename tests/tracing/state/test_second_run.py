@@ -19,11 +19,9 @@ from tests.support.in_process import InProcessPipeline
 from tests.support.traced_models import PlainLayer, PlainModel, options_for, run_graph, trace_with
 
 CALLS = 0
-COUNTS = {"calls": 0}
 TABLES: dict[Any, Any] = {}
 GENERATOR = Random(0)
 ITERATOR = itertools.count()
-CONFIG = SimpleNamespace(calls=0)
 
 
 class Model(PlainModel):
@@ -48,14 +46,12 @@ def a_global(model: Any) -> int:
     return CALLS
 
 
-def an_entry_of_a_global(model: Any) -> int:
-    COUNTS["calls"] += 1
-    return COUNTS["calls"]
+def endless() -> Iterator[int]:
+    while True:
+        yield next(ITERATOR)
 
 
-def a_global_object(model: Any) -> int:
-    CONFIG.calls += 1
-    return CONFIG.calls  # type: ignore[no-any-return]
+NUMBERS = endless()
 
 
 def a_list(model: Any) -> int:
@@ -66,18 +62,6 @@ def a_list(model: Any) -> int:
 def a_class_attribute(model: Any) -> int:
     Model.calls_of_all += 1
     return Model.calls_of_all
-
-
-def endless() -> Iterator[int]:
-    while True:
-        yield next(ITERATOR)
-
-
-NUMBERS = endless()
-
-
-def a_global_iterator(model: Any) -> int:
-    return next(ITERATOR)
 
 
 def counting() -> Callable[[Any], int]:
@@ -105,8 +89,7 @@ def an_attribute_of_a_function(model: Any) -> int:
 CHANGES: dict[str, Callable[[Any], Any]] = {
     function.__name__: function
     for function in (
-        a_global, an_entry_of_a_global, a_global_object, a_list, a_class_attribute, a_global_iterator, counting(),
-        a_default, an_attribute_of_a_function,
+        a_global, a_list, a_class_attribute, counting(), a_default, an_attribute_of_a_function,
     )
 }  # fmt: skip
 DRAWS: dict[str, Callable[[Any], Any]] = {
@@ -114,6 +97,7 @@ DRAWS: dict[str, Callable[[Any], Any]] = {
     "global Random": lambda model: GENERATOR.random(),
     "own RandomState": lambda model: float(model.legacy_random.rand()),
     "time": lambda model: time.time(),
+    "iterator": lambda model: next(ITERATOR),
     "generator function": lambda model: next(NUMBERS),
 }
 

@@ -31,6 +31,8 @@ class Layer(nn.Module):
     """Tells the places of what it shares with the next layers."""
 
     number: int
+    context: Any
+    memory: Any
 
     def __init__(self) -> None:
         super().__init__()
@@ -58,8 +60,6 @@ class ReadsThePrevious(Layer):
 
 
 class ReadsAContext(Layer):
-    context: Any
-
     def use(self, y: Tensor) -> Any:
         if self.number == 0:
             self.context.value = y
@@ -90,8 +90,6 @@ class ReadsItsClass(Layer):
 
 
 class ChangesData(Layer):
-    memory: Any
-
     def use(self, y: Tensor) -> Any:
         self.memory[0].data.mul_(0.5).add_(y.detach().mean(0))
         return self.memory[0].clone()
@@ -107,8 +105,6 @@ class ChangesABuffer(Layer):
 
 
 class ReadsANumber(Layer):
-    context: Any
-
     def use(self, y: Tensor) -> Any:
         if self.number == 0:
             self.context.scale = float(y.mean()) + 2.0
@@ -116,8 +112,6 @@ class ReadsANumber(Layer):
 
 
 class ReadsAText(Layer):
-    context: Any
-
     def use(self, y: Tensor) -> Any:
         if self.number == 0:
             self.context.mode = "fast"
@@ -125,8 +119,6 @@ class ReadsAText(Layer):
 
 
 class CountsAndReads(Layer):
-    context: Any
-
     def use(self, y: Tensor) -> Any:
         self.context.calls += 1
         return 0.0 if self.context.calls < 3 else 1.0
@@ -236,8 +228,6 @@ def test_layers_of_one_stage_may_share(case: str) -> None:
 
 
 class FillsATable(Layer):
-    context: Any
-
     def use(self, y: Tensor) -> Any:
         if self.context.value is None:
             self.context.value = torch.arange(4.0)
@@ -258,8 +248,6 @@ def test_a_table_is_exact_once_it_is_filled() -> None:
 
 
 class Collects(Layer):
-    context: Any
-
     def use(self, y: Tensor) -> Any:
         FEATURES.append(y.detach())
         STORE[self.number] = y.detach()
@@ -280,8 +268,6 @@ def test_tensors_that_layers_alone_store_are_not_refused() -> None:
 class SetsFirst(Layer):
     """Shares numbers that each layer sets before it reads them."""
 
-    context: Any
-
     def use(self, y: Tensor) -> Any:
         self.context.scale = 1.0 + self.number
         self.context.items["scale"] = 1.0 + self.number
@@ -294,8 +280,6 @@ class SetsFirst(Layer):
 
 class Logs(Layer):
     """Shares counters that decide about a log alone."""
-
-    context: Any
 
     def use(self, y: Tensor) -> Any:
         global WARNED
@@ -312,7 +296,6 @@ class Logs(Layer):
 class OwnNumbers(Layer):
     """Has an attribute of the name of a shared one."""
 
-    context: Any
     scale = 2.0
 
     def use(self, y: Tensor) -> Any:
