@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, LlamaForCausalLM, PreTrainedModel
+from transformers import LlamaForCausalLM, PreTrainedModel
 
 import nxdpp.utils.model_utils
 from nxdpp import deferred_init, init_on_device
@@ -93,15 +93,6 @@ def test_transformers_models(model_type: str) -> None:
     model.initialize_weights()
     unset = [name for name, parameter in model.named_parameters() if parameter.isnan().any()]
     assert not unset
-
-
-def test_a_part_built_outside_keeps_its_memory() -> None:
-    real = AutoModelForCausalLM.from_config(build("causal-lm", "llama", device="meta").config)
-    with init_on_device(META):
-        both = nn.ModuleList([real, nn.Linear(2, 2)])
-    assert not any(parameter.is_meta for parameter in real.parameters())
-    assert "_is_hf_initialized" in vars(real.get_submodule("lm_head"))
-    assert both.get_parameter("1.weight").is_meta
 
 
 def test_loaded_parameters_are_not_discarded(tmp_path: Path) -> None:

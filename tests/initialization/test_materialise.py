@@ -107,25 +107,6 @@ def test_transformers_model_initialises_weights_and_unsaved_buffers() -> None:
     assert abs(spread - config.initializer_range) < 0.1 * config.initializer_range
 
 
-def test_a_function_may_make_a_child_with_buffers_anew() -> None:
-    root = on_meta(lambda: nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3)))
-    norm = root[1]
-    for method in ("reset_parameters", "reset_running_stats"):
-        setattr(norm, method, lambda: None)
-
-    def by_hand(module: nn.Module) -> None:
-        if isinstance(module, nn.Sequential):
-            module[1] = nn.BatchNorm1d(3)
-        for parameter in module.parameters(recurse=False):
-            parameter.data.fill_(2.5)
-
-    values = fill(root, by_hand)
-
-    assert root[1] is norm
-    assert torch.equal(values["1.running_var"], torch.ones(3))
-    assert torch.equal(values["0.bias"], torch.full((3,), 2.5))
-
-
 def test_a_function_may_take_the_device() -> None:
     devices = []
 

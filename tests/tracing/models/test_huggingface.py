@@ -10,20 +10,14 @@ import pytest
 import torch
 from torch import fx, nn
 from transformers import (
-    Gemma2Config,
-    LlamaConfig,
     LlamaModel,
-    PreTrainedConfig,
     PreTrainedModel,
-    masking_utils,
     pytorch_utils,
 )
 from transformers.masking_utils import create_recurrent_attention_mask
 
-from nxdpp.tracing.graph.calls import OpaqueCall
 from nxdpp.tracing.graph.errors import TracingError
-from nxdpp.tracing.graph.uses import draws_random_numbers, metadata_arguments
-from nxdpp.tracing.models.huggingface import recorded_masks, refuse_packed_positions
+from nxdpp.tracing.models.huggingface import refuse_packed_positions
 from tests.support.exact import assert_exact
 from tests.support.traced_models import ARCHITECTURES, make_inputs, make_model, run_graph, trace_with
 from tests.support.wrapped_models import PassesOn
@@ -249,42 +243,6 @@ def test_packed_positions_need_a_model_without_a_cache(
         refuse_packed_positions(model, inputs)
     model.config.use_cache = False
     refuse_packed_positions(model, inputs)
-
-
-def masks_of(config: PreTrainedConfig, embeds: Any) -> Any:
-    return masking_utils.create_masks_for_generate(config, embeds, None, None)
-
-
-@pytest.mark.parametrize(
-    ("config", "count"),
-    [
-        (Gemma2Config(layer_types=["sliding_attention", "full_attention"], num_hidden_layers=2), 2),
-        (Gemma2Config(layer_types=["hybrid"], num_hidden_layers=1), 2),
-        (LlamaConfig(), None),
-    ],
-)
-def test_the_graph_makes_the_masks_of_the_model(config: PreTrainedConfig, count: int | None) -> None:
-    config._attn_implementation = "eager"
-    graph = fx.Graph()
-    tracer = fx.proxy.GraphAppendingTracer(graph)
-    embeds = tracer.create_proxy("placeholder", "embeds", (), {})
-    with recorded_masks():
-        made = masks_of(config, embeds)
-    masks = made if isinstance(made, dict) else {"": made}
-    assert count is None or len(masks) == count
-    assert list(masks) == sorted(masks)
-    # Without a mask in the inputs there is none for recurrent layers, and code may ask whether it is None.
-    assert [name for name, mask in masks.items() if mask is None] == ["linear_attention"] * ("hybrid" in str(config))
-    for proxy in (mask for mask in masks.values() if mask is not None):
-        assert isinstance(proxy.node.target, OpaqueCall)
-        assert metadata_arguments(proxy.node, nn.Module()) == {embeds.node}
-        assert not draws_random_numbers(proxy.node, nn.Module())
-
-    graph.output({name: None if proxy is None else proxy.node for name, proxy in masks.items()})
-    values = fx.GraphModule({}, graph)(torch.zeros(2, 12, 8))
-    expected = masks_of(config, torch.zeros(2, 12, 8))
-    for name, value in (expected if isinstance(expected, dict) else {"": expected}).items():
-        assert value is values[name] is None or torch.equal(values[name], value)
 
 
 class _Recurrent(LlamaModel):

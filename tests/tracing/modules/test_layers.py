@@ -3,7 +3,6 @@
 from typing import Any
 
 import pytest
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from transformers.models.gpt2.modeling_gpt2 import GPT2Block
@@ -90,14 +89,6 @@ def test_the_longest_run_of_equal_modules_is_taken_and_said(
     assert "pass transformer_layer_cls for other layers" in record.message
 
 
-def test_rank_0_warns_for_all(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dist, "is_initialized", lambda: True)
-    for rank in (1, 0):
-        monkeypatch.setattr(dist, "get_rank", lambda rank=rank: rank)
-        assert find_layer_classes(PlainModel(), None) == (PlainLayer,)
-        assert len(caplog.records) == (rank == 0)
-
-
 def test_runs_of_equal_length_are_all_taken_and_said(caplog: pytest.LogCaptureFixture) -> None:
     module = nn.ModuleDict({name: nn.ModuleList(cls() for _ in range(3)) for name, cls in RUNS.items()})
 
@@ -117,14 +108,6 @@ def test_a_module_without_a_run_needs_transformer_layer_cls(module: nn.Module) -
         find_layer_classes(module, None)
 
 
-def test_checkpointing_layers_if_no_listed_class_is_declared() -> None:
-    model = make_model("llama", layers=2)
-    for declared in ({"LlamaRotaryEmbedding"}, set(), None):
-        model._no_split_modules = declared
-
-        assert [cls.__name__ for cls in find_layer_classes(model, None)] == ["LlamaDecoderLayer"]
-
-
 def test_a_declared_embedding_is_no_layer() -> None:
     model = make_model("bert", layers=2)
     model._no_split_modules = ["BertEmbeddings", "BertLayer"]
@@ -141,14 +124,6 @@ def test_the_message_for_an_unknown_class_name_lists_the_classes() -> None:
 def test_an_argument_that_is_not_a_class_is_refused(wanted: Any) -> None:
     with pytest.raises(TypeError, match="leaf_module_cls takes module classes and class names"):
         resolve_classes(PlainModel(), [wanted], "leaf_module_cls")
-
-
-def test_classes_of_one_name_are_counted() -> None:
-    classes = [type("Same", (PlainLayer,), {}) for _ in range(3)]
-    model = nn.Sequential(*(cls() for cls in classes), PlainLayer())
-    with pytest.raises(ValueError, match=r"lists of modules in it hold: Same \(3 classes\), PlainLayer\."):
-        find_layer_classes(model, None)
-    assert layer_names(model, find_layer_classes(model, "Same")) == ["0", "1", "2"]
 
 
 def test_a_name_of_another_library_is_told_the_layers_of_this_model() -> None:

@@ -28,14 +28,13 @@ class Chain(PlainModel):
         return result
 
     def through(self, hidden: Tensor) -> Tensor:
-        first: Tensor = self.chain[:2](hidden)
-        hidden = self.chain[2:](first) + first
-        for layer in self.chain[:3]:
-            hidden = layer(hidden)
-        for layer in nn.ModuleList(self.chain)[3:]:
+        first: Tensor = self.chain[:1](hidden)
+        for layer in self.chain[1:2]:
+            hidden = layer(first) + first
+        for layer in nn.ModuleList(self.chain)[2:3]:
             hidden = layer(hidden)
         hidden = self.chain[4:](hidden)
-        return nn.Sequential(nn.Sequential(*self.chain[:2]), nn.Tanh(), *self.chain[2:])(hidden)  # type: ignore[no-any-return]
+        return nn.Sequential(nn.Sequential(*self.chain[3:]), nn.Tanh())(hidden)  # type: ignore[no-any-return]
 
 
 def test_slices_and_made_sequences_are_exact() -> None:
