@@ -42,7 +42,7 @@ def test_circles_and_large_containers_are_walked_once_and_put_back() -> None:
     assert str(change) == "Spine.mapping['large'] (a list of 100000, then a list of 100001)"
     spine.items[0] = True
     spine.mapping["c"][1].clear()
-    assert len(differences(before, state.snapshot())) == 3
+    assert {change.name for change in differences(before, state.snapshot())} == {"items", "mapping"}
     before.restore()
     assert not differences(before, state.snapshot())
     assert len(spine.mapping["large"]) == 100_000

@@ -1,6 +1,6 @@
 """Changes by modules and functions that are one node: those of torch are in the graph, a user's are refused by name."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -47,9 +47,9 @@ class Bumped(nn.Module):
 class Net(nn.Module):
     """Changes the value before its layers, between them and after them."""
 
-    def __init__(self, change: Callable[[Any, Tensor], Tensor]) -> None:
+    def __init__(self, changes: Sequence[Sequence[Callable[[Any, Tensor], Tensor]]]) -> None:
         super().__init__()
-        self.change = change
+        self.changes = changes
         self.first = nn.Linear(WIDTH, WIDTH)
         self.blocks = nn.ModuleList(Block(WIDTH, WIDTH) for _ in range(4))
         self.act, self.silu = nn.ReLU(inplace=True), nn.SiLU(inplace=True)
@@ -58,12 +58,17 @@ class Net(nn.Module):
         self.inner = nn.Sequential(self.act, nn.Linear(WIDTH, WIDTH))
 
     def forward(self, x: Tensor, target: Tensor) -> Tensor:
-        x = self.change(self, self.first(x))
+        x = self.change(0, self.first(x))
         for number, block in enumerate(self.blocks):
             x = block(x)
             if number == 1:
-                x = self.change(self, x)
-        return nn.functional.mse_loss(self.change(self, x), target)
+                x = self.change(1, x)
+        return nn.functional.mse_loss(self.change(2, x), target)
+
+    def change(self, place: int, x: Tensor) -> Tensor:
+        for change in self.changes[place]:
+            x = change(self, x * 0.5 - 0.1)
+        return x
 
 
 def unused(change: Callable[[Any, Tensor], Any]) -> Callable[[Any, Tensor], Tensor]:
@@ -74,24 +79,15 @@ def unused(change: Callable[[Any, Tensor], Any]) -> Callable[[Any, Tensor], Tens
     return keep
 
 
-RIGHT: list[Callable[[Any, Tensor], Tensor]] = [
-    unused(lambda net, x: nn.LeakyReLU(inplace=True)(x)),
-    unused(lambda net, x: net.silu(x)),
-    lambda net, x: bumped(x),
-    unused(lambda net, x: net.act(input=x)),
-    lambda net, x: net.bumped(x),
-    unused(lambda net, x: net.acts(x)),
-    lambda net, x: net.act(x) + x,
-    unused(lambda net, x: net.first(x)),
-]
-
-
-def all_of_them(net: Any, x: Tensor) -> Tensor:
-    for change in RIGHT:
-        x = change(net, x * 0.5 - 0.1)
-    return x
-
-
+RIGHT: tuple[list[Callable[[Any, Tensor], Tensor]], ...] = (
+    [unused(lambda net, x: net.act(input=x)), lambda net, x: bumped(x), unused(lambda net, x: net.silu(x))],
+    [lambda net, x: net.bumped(x), unused(lambda net, x: net.acts(x))],
+    [
+        unused(lambda net, x: nn.LeakyReLU(inplace=True)(x)),
+        lambda net, x: net.act(x) + x,
+        unused(lambda net, x: net.first(x)),
+    ],
+)
 REFUSED: dict[str, tuple[Callable[[Any, Tensor], Tensor], str]] = {
     "a function": (unused(lambda net, x: bump(x)), r"bump changes a value in place .*\n.*\nLet bump return"),
     "a module": (unused(lambda net, x: net.bump(x)), r"self\.bump changes a value in place"),
@@ -101,9 +97,9 @@ REFUSED: dict[str, tuple[Callable[[Any, Tensor], Tensor], str]] = {
 }
 
 
-def wrapped(change: Callable[[Any, Tensor], Tensor]) -> NxDPPModel:
+def wrapped(changes: Sequence[Sequence[Callable[[Any, Tensor], Tensor]]]) -> NxDPPModel:
     return NxDPPModel(
-        made(change),
+        made(changes),
         transformer_layer_cls=Block,
         num_microbatches=2,
         autowrap_functions=[bump, bumped, total],
@@ -111,9 +107,9 @@ def wrapped(change: Callable[[Any, Tensor], Tensor]) -> NxDPPModel:
     )
 
 
-def made(change: Callable[[Any, Tensor], Tensor]) -> Net:
+def made(changes: Sequence[Sequence[Callable[[Any, Tensor], Tensor]]]) -> Net:
     torch.manual_seed(0)
-    return Net(change)
+    return Net(changes)
 
 
 def batch() -> dict[str, Tensor]:
@@ -123,7 +119,7 @@ def batch() -> dict[str, Tensor]:
 
 def train(rank: int) -> None:
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
-    alone, model = made(all_of_them), wrapped(all_of_them)
+    alone, model = made(RIGHT), wrapped(RIGHT)
     expected = alone(**batch())
     expected.backward()
     loss: Any = model.run_train(**batch())
@@ -133,7 +129,7 @@ def train(rank: int) -> None:
         torch.testing.assert_close(parameter.grad, gradients[name].grad, msg=name)
     for name, (change, sentence) in REFUSED.items():
         with pytest.raises(TracingError, match=sentence):
-            pytest.fail(f"{name}: {wrapped(change).run_train(**batch())}")
+            pytest.fail(f"{name}: {wrapped([[change]] * 3).run_train(**batch())}")
 
 
 def test_a_change_is_that_of_one_process_or_refused() -> None:
