@@ -107,20 +107,6 @@ def test_transformers_model_initialises_weights_and_unsaved_buffers() -> None:
     assert abs(spread - config.initializer_range) < 0.1 * config.initializer_range
 
 
-def test_a_function_may_take_the_device() -> None:
-    devices = []
-
-    def with_device(module: nn.Module, device: torch.device) -> None:
-        devices.append(device)
-        module.weight = nn.Parameter(torch.ones(3, 2, device=device))
-        nn.init.zeros_(module.bias)  # type: ignore[arg-type]
-
-    values = fill(on_meta(nn.Linear, 2, 3), with_device)
-
-    assert devices == [torch.device("cpu")]
-    assert torch.equal(values["weight"], torch.ones(3, 2))
-
-
 def test_tensors_without_initialisation_are_named() -> None:
     root = on_meta(lambda: nn.Sequential(nn.Linear(2, 3), Bare()))
 

@@ -47,9 +47,8 @@ def _whole(model: Any, batch: dict[str, torch.Tensor]) -> tuple[int, int]:
     return counter.get_total_flops(), sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
 
 
-@pytest.mark.parametrize("name", ["tied_llama", "gpt2"])
-def test_sum_over_nodes_equals_the_whole_model(name: str) -> None:
-    model = make(name)
+def test_sum_over_nodes_equals_the_whole_model() -> None:
+    model = make("tied_llama")
     model.set_attn_implementation("eager")
     costs = _costs(model, _batch())
     flops, saved_bytes = _whole(model, _batch())
@@ -112,18 +111,6 @@ def _costs_of_llama(frozen: str | None = None, **changes: Any) -> dict[fx.Node, 
         model.get_submodule(frozen).requires_grad_(False)
     batch = _batch("meta")
     return count_costs(_trace(model, batch), model, batch, torch.device("cpu"))
-
-
-def test_fused_attention_has_the_flops_of_its_products() -> None:
-    model = make("llama")
-    fused = _of(_costs(model, _batch()), "model.layers.0")
-    model.set_attn_implementation("eager")
-    eager = _of(_costs(model, _batch()), "model.layers.0")
-
-    assert fused.forward == eager.forward
-    # The fused backward computes the scores again: 2 FLOPs, 2 samples, 4 heads, 16 x 16 positions, width 8.
-    assert fused.backward == eager.backward + 2 * 2 * 4 * 16 * 16 * 8
-    assert fused.saved_bytes < eager.saved_bytes
 
 
 def test_only_the_first_of_equal_layers_runs(monkeypatch: pytest.MonkeyPatch) -> None:

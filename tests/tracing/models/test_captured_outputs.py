@@ -47,19 +47,6 @@ def test_the_balancing_loss_of_a_mixture_of_experts_is_exact() -> None:
     assert_exact(model, padded_batch(4))
 
 
-def test_router_logits_may_be_asked_for_by_an_argument() -> None:
-    model, inputs = mixture("Mixtral").eval(), padded_batch(4)
-    asked = {**inputs, "output_router_logits": True}
-    (loss,) = InProcessPipeline(model, 2, asked).train(asked, 1)
-    assert loss == model(**asked).loss != model(**inputs).loss
-
-
-def test_layers_without_a_router_give_nothing() -> None:
-    model = mixture("Qwen3Moe", output_router_logits=True, mlp_only_layers=[1, 2])
-    assert_exact(model, padded_batch(4))
-    assert len(model(**padded_batch(4)).router_logits) == 2
-
-
 def test_routers_of_an_encoder_and_a_decoder() -> None:
     torch.manual_seed(0)
     layers: dict[str, Any] = {"num_sparse_encoder_layers": 1, "num_sparse_decoder_layers": 1, "num_decoder_layers": 2}

@@ -15,22 +15,11 @@ class Attention(nn.Module):
         return x if cache is None else cache.update(x, x, 0)[0]
 
 
-class NeedsCache(nn.Module):
-    def forward(self, x: Any, cache: Any) -> Any:
-        return cache.update(x, x, 0)[0]
-
-
 def test_a_layer_gets_none_for_an_empty_cache() -> None:
     empty = EncoderDecoderCache(DynamicCache(), DynamicCache())
 
     assert without_empty_caches(Attention(), (1,), {"cache": empty}) == ((1, None), {})
     assert without_empty_caches(Attention(), (1, DynamicCache()), {}) == ((1, None), {})
-
-
-def test_a_cache_that_a_layer_needs_stays() -> None:
-    given: Any = ((1, DynamicCache()), {})
-
-    assert without_empty_caches(NeedsCache(), *given) == given
 
 
 def test_a_model_that_makes_a_cache_by_itself_is_exact() -> None:

@@ -1,9 +1,6 @@
 """Questions about sizes are answered for the inputs at hand, and the graph is for inputs with the same answers."""
 
-import threading
 from collections.abc import Callable
-from queue import Queue
-from typing import Any
 
 import numpy
 import pytest
@@ -90,25 +87,6 @@ def test_a_graph_serves_all_sizes_with_the_same_answer() -> None:
 def test_an_answer_that_depends_on_data_is_refused(ask: Callable[..., torch.Tensor]) -> None:
     with pytest.raises(TracingError, match=r"which only the data tells.*\n.*test_sizes.py:\d+, in "):
         _trace(ask, torch.randn(2, 5, WIDTH))
-
-
-def test_other_threads_go_on_as_they_were() -> None:
-    """A data loader may run modules while a model is traced."""
-    seen: Queue[Any] = Queue()
-    elsewhere = nn.BatchNorm1d(WIDTH)
-
-    def run() -> None:
-        seen.put(type(elsewhere(torch.ones(2, WIDTH))))
-        seen.put(type(elsewhere.running_mean))
-
-    def ask(x: torch.Tensor) -> torch.Tensor:
-        thread = threading.Thread(target=run)
-        thread.start()
-        thread.join()
-        return x
-
-    _trace(ask, torch.randn(2, 5, WIDTH))
-    assert [seen.get(), seen.get()] == [torch.Tensor, torch.Tensor]
 
 
 def test_the_device_of_a_value_whose_size_data_decide_is_known() -> None:
