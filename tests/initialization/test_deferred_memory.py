@@ -6,8 +6,8 @@ from nxdpp import deferred_init
 from tests.support.process_memory import peak_bytes, reset_peak, resident_bytes
 from tests.support.run_ranks import run_ranks
 
-LAYERS, WIDTH = 80, 512
-ALLOWED_BYTES = 30 * 2**20
+LAYERS, WIDTH = 40, 512
+ALLOWED_BYTES = 20 * 2**20
 
 
 class Stack(nn.Module):

@@ -6,8 +6,8 @@ import torch
 from nxdpp.initialization.mersenne_twister import jump
 
 
-@pytest.mark.parametrize("before", [0, 3, 623, 624, 700])
-@pytest.mark.parametrize("draws", [0, 1, 623, 624, 625, 1000, 20_000, 32 * 624, 1_000_007, 2**23])
+@pytest.mark.parametrize("before", [0, 623, 624])
+@pytest.mark.parametrize("draws", [0, 1, 624, 625, 32 * 624, 1_000_007])
 def test_a_jump_equals_the_draws(before: int, draws: int) -> None:
     jumped, drawn = (torch.Generator().manual_seed(5) for _ in range(2))
     for generator in (jumped, drawn):

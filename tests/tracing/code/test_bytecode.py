@@ -3,8 +3,6 @@
 import ast
 from pathlib import Path
 
-import pytest
-
 TRACING = Path(__file__).parents[3] / "nxdpp/tracing"
 MODULES = frozenset({"dis", "opcode", "_opcode", "bytecode"})
 TYPES = frozenset({"CodeType", "FrameType"})
@@ -31,10 +29,3 @@ def test_only_one_folder_knows_bytecode_and_frames() -> None:
     assert outside
     found = {str(path.relative_to(TRACING)): uses(path.read_text()) for path in outside}
     assert not {path: names for path, names in found.items() if names}, "ask a function of tracing/code instead"
-
-
-@pytest.mark.parametrize(
-    "source", ["import dis", "from types import CodeType", "sys._getframe(1)", "f.__code__", "x.f_back", "c.co_names"]
-)
-def test_each_way_is_seen(source: str) -> None:
-    assert uses(source)

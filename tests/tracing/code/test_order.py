@@ -44,23 +44,12 @@ def test_parts_are_in_the_order_of_their_first_use() -> None:
     assert parts_in_order(Parts()) == ["tower", "scale", "body", "head"]
 
 
-class Reads(Parts):
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = self.body.get_submodule("0")(x)  # no use of the part itself
-        result: Tensor = self.body(self.tower(hidden))
-        return result
-
-
 class Loops(Parts):
     def encode(self, x: Tensor) -> Tensor:
         return self.forward(self.tower(x))
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(x) if len(x) else self.encode(x)
-
-
-def test_a_part_of_which_an_attribute_is_read_does_not_count_there() -> None:
-    assert parts_in_order(Reads()) == ["tower", "body"]
 
 
 def test_methods_that_call_each_other_have_an_end() -> None:

@@ -36,9 +36,9 @@ def _error(widths: list[int], step: str) -> Exception:
     return caught.value
 
 
-@pytest.mark.parametrize("step", ["run_train", "run_eval"])
 @pytest.mark.parametrize(
-    ("widths", "text"), [([4, 5], "return super().forward(x)"), ([4, 6], 'raise ValueError("of a layer")')]
+    ("widths", "text", "step"),
+    [([4, 5], "return super().forward(x)", "run_eval"), ([4, 6], 'raise ValueError("of a layer")', "run_train")],
 )
 def test_the_line_of_a_layer(widths: list[int], text: str, step: str) -> None:
     (note,) = (note for note in _error(widths, step).__notes__ if note.startswith("in the model: "))

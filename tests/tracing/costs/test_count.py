@@ -47,9 +47,8 @@ def _whole(model: Any, batch: dict[str, torch.Tensor]) -> tuple[int, int]:
     return counter.get_total_flops(), sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
 
 
-@pytest.mark.parametrize("name", ["llama", "tied_llama", "gpt2", "qwen3", "bert"])
-def test_sum_over_nodes_equals_the_whole_model(name: str) -> None:
-    model = make(name)
+def test_sum_over_nodes_equals_the_whole_model() -> None:
+    model = make("tied_llama")
     model.set_attn_implementation("eager")
     costs = _costs(model, _batch())
     flops, saved_bytes = _whole(model, _batch())
@@ -106,62 +105,12 @@ def test_work_of_operations_without_flops() -> None:
     assert _of(costs, "lm_head").work >= _of(costs, "lm_head").forward + _of(costs, "lm_head").backward
 
 
-def test_work_of_a_large_product_is_its_flops() -> None:
-    model = nn.Sequential(nn.Linear(512, 512, bias=False))
-    inputs = {"input": torch.empty(4096, 512, device="meta")}
-    costs = count_costs(_trace(model, inputs, nn.Linear), model, inputs, torch.device("cpu"))
-    (linear,) = [cost for cost in costs.values() if cost.forward]
-
-    accumulation = 10 * 3 * 512 * 512 * 4
-    assert linear.work == linear.forward + linear.backward + accumulation
-
-
 def _costs_of_llama(frozen: str | None = None, **changes: Any) -> dict[fx.Node, NodeCost]:
     model = llama(**changes)
     if frozen is not None:
         model.get_submodule(frozen).requires_grad_(False)
     batch = _batch("meta")
     return count_costs(_trace(model, batch), model, batch, torch.device("cpu"))
-
-
-def test_fused_attention_has_the_flops_of_its_products() -> None:
-    model = make("llama")
-    fused = _of(_costs(model, _batch()), "model.layers.0")
-    model.set_attn_implementation("eager")
-    eager = _of(_costs(model, _batch()), "model.layers.0")
-
-    assert fused.forward == eager.forward
-    # The fused backward computes the scores again: 2 FLOPs, 2 samples, 4 heads, 16 x 16 positions, width 8.
-    assert fused.backward == eager.backward + 2 * 2 * 4 * 16 * 16 * 8
-    assert fused.saved_bytes < eager.saved_bytes
-
-
-def test_head_and_loss() -> None:
-    costs = _costs(make("llama"), _batch())
-    head = _of(costs, "lm_head")
-
-    assert head.forward == 2 * 32 * 32 * 61
-    assert head.backward == 2 * head.forward
-    assert head.output_bytes == 2 * 16 * 61 * 4
-    assert head.output_tensors == 1
-    (loss,) = [cost for node, cost in costs.items() if node.name == "ForCausalLMLoss"]
-    assert loss.saved_bytes >= head.output_bytes
-
-
-def test_equal_layers_have_equal_costs() -> None:
-    model = make("llama", layers=3)
-    model.model.layers[1].mlp.gate_proj = nn.Linear(32, 48, bias=True)
-    model.model.layers[2].requires_grad_(False)
-    node_costs = _costs(model, _batch())
-    costs = [_of(node_costs, f"model.layers.{index}") for index in range(3)]
-
-    assert costs[0].forward == costs[1].forward == costs[2].forward
-    assert costs[2].backward < costs[0].backward
-    assert [cost.saved_values[0] for cost in costs] == [
-        "model_model_embed_tokens",
-        "model_model_layers_0",
-        "model_model_layers_1",
-    ]
 
 
 def test_only_the_first_of_equal_layers_runs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -188,16 +137,6 @@ def test_model_on_the_meta_device_has_equal_costs_and_is_not_changed() -> None:
     assert list(_costs(on_meta, _batch("meta")).values()) == list(_costs(make("llama"), _batch()).values())
     assert all(parameter is before[name] and parameter.is_meta for name, parameter in on_meta.named_parameters())
     assert all(parameter.grad is None for parameter in on_meta.parameters())
-
-
-def test_counting_changes_neither_gradients_nor_random_state() -> None:
-    model = make("gpt2", dropout=0.1)
-    state = torch.get_rng_state()
-
-    _costs(model, _batch())
-
-    assert torch.equal(torch.get_rng_state(), state)
-    assert all(parameter.grad is None for parameter in model.parameters())
 
 
 class DataDependentLayer(nn.Module):
@@ -231,24 +170,3 @@ def test_data_dependent_layers_are_estimated() -> None:
         assert layer.estimated
         assert (layer.forward, layer.backward) == (2 * 72 * 5, 4 * 72 * 5)
         assert layer.output_bytes == 5 * 8 * 4
-
-
-def test_experts_have_a_cost() -> None:
-    costs = _costs(make("mixtral"), _batch())
-    tokens, expert = 32, 3 * 32 * 48
-
-    layer = _of(costs, "model.layers.2")
-    assert layer.forward >= 2 * tokens * 2 * expert
-
-
-def test_padding_does_not_change_flops() -> None:
-    costs = _costs(llama(), padded_batch(2, 16))
-
-    assert _of(costs, "model.layers.3").forward == _of(_costs(llama(), _batch()), "model.layers.3").forward
-
-
-def test_rows_of_one_sequence_have_no_mask() -> None:
-    """As in a step, where the positions have values."""
-    masks = [cost for node, cost in _costs_of_llama().items() if node.name == "create_causal_mask"]
-
-    assert [cost.output_tensors for cost in masks] == [0]

@@ -1,64 +1,12 @@
-"""Losses of segmenters, which match objects by data: NumPy and SciPy choose the pairs."""
+"""Criteria that are given a list beside the tensors of the graph."""
 
 import pytest
 import torch
-import transformers
 from torch import Tensor, nn
 
 from tests.support.exact import assert_exact
 from tests.support.in_process import InProcessPipeline
-from tests.support.traced_models import PlainLayer, run_graph, trace_with
-
-SIDE = 32
-
-
-class _Segmentation(nn.Module):
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, pixel_values: Tensor, class_labels: Tensor, mask_labels: Tensor) -> Tensor:
-        output = self.model(pixel_values, class_labels=list(class_labels), mask_labels=list(mask_labels))
-        loss: Tensor = output.loss
-        return loss
-
-
-def _inputs() -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    return {
-        "pixel_values": torch.randn(2, 3, SIDE, SIDE, generator=generator),
-        "class_labels": torch.randint(2, (2, 2), generator=generator),
-        "mask_labels": (torch.rand(2, 2, SIDE, SIDE, generator=generator) < 0.5).float(),
-    }
-
-
-@pytest.mark.parametrize("probability", [1.0, 0.5])
-def test_a_static_method_that_may_draw_random_numbers_is_one_node(probability: float) -> None:
-    pytest.importorskip("scipy")
-    # EoMT asks a probability whether to draw. Its classes and masks have a loss after each block.
-    config = transformers.EomtConfig(
-        hidden_size=16,
-        num_hidden_layers=3,
-        num_attention_heads=2,
-        num_blocks=2,
-        image_size=SIDE,
-        patch_size=8,
-        num_queries=4,
-        num_upscale_blocks=1,
-        train_num_points=16,
-    )
-    torch.manual_seed(0)
-    segmenter = transformers.EomtForUniversalSegmentation(config)
-    segmenter.attn_mask_probs.fill_(probability)
-    model = _Segmentation(segmenter).train()
-
-    traced = trace_with(model, _inputs())
-
-    assert sum("disable_attention_mask" in node.name for node in traced.graph.nodes) == 2
-    torch.manual_seed(1)
-    expected = model(**_inputs())
-    torch.manual_seed(1)
-    assert torch.equal(run_graph(model, traced, _inputs()), expected)
+from tests.support.traced_models import PlainLayer
 
 
 class _Criterion(nn.Module):

@@ -13,9 +13,8 @@ from nxdpp.tracing.modules.layers import find_layer_classes
 from tests.support.models import make, padded_batch
 
 
-@pytest.mark.parametrize("name", ["llama", "bert", "mixtral"])
-def test_a_model_runs_while_another_is_traced(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    other, batch = make(name, layers=2), padded_batch(2)
+def test_a_model_runs_while_another_is_traced(monkeypatch: pytest.MonkeyPatch) -> None:
+    other, batch = make("mixtral", layers=2), padded_batch(2)
     expected = other(**batch)
     outcomes: list[Any] = []
 
@@ -36,7 +35,7 @@ def test_a_model_runs_while_another_is_traced(name: str, monkeypatch: pytest.Mon
         return record(self, *args)
 
     monkeypatch.setattr(HuggingFaceTracer, "call_module", with_thread)
-    model = make(name, layers=2)
+    model = make("mixtral", layers=2)
     trace_for(model, batch, TracingOptions(find_layer_classes(model, None)))
 
     assert len(outcomes) > 4

@@ -56,10 +56,9 @@ class Late(Hooked):
         return result
 
 
-@pytest.mark.parametrize("after", range(4))
-@pytest.mark.parametrize("stages", [2, 4])
-def test_a_hook_is_exact(after: int, stages: int) -> None:
-    pipeline = assert_exact(Hooked(after), INPUTS, PlainLayer, stages)
+@pytest.mark.parametrize("after", [1, 2])
+def test_a_hook_is_exact(after: int) -> None:
+    pipeline = assert_exact(Hooked(after), INPUTS, PlainLayer)
     model: Any = pipeline.partition.module
     assert len(model.seen) == 4
     with torch.no_grad():
@@ -67,8 +66,7 @@ def test_a_hook_is_exact(after: int, stages: int) -> None:
 
 
 def test_a_hook_that_is_registered_after_a_use_on_a_later_stage() -> None:
-    for stages in (2, 4):
-        assert_exact(Late(0), INPUTS, PlainLayer, stages)
+    assert_exact(Late(0), INPUTS, PlainLayer, 4)
 
 
 class WithMask(Hooked):

@@ -1,9 +1,5 @@
 """Plain modules: traced as they are, traced with options, or refused with a message."""
 
-import inspect
-import math
-import types
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -30,26 +26,10 @@ def sign_of_the_sum(hidden: torch.Tensor) -> torch.Tensor:
     return -hidden
 
 
-helpers = types.ModuleType("helpers")
-helpers.sign_of_the_sum = sign_of_the_sum  # type: ignore[attr-defined]
-
-
 class Branch(nn.Module):
     """The same decision in a module."""
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        return sign_of_the_sum(hidden)
-
-
-class BranchesInline(PlainModel):
-    def prepare(self, hidden: torch.Tensor) -> torch.Tensor:
-        if hidden.sum() > 0:
-            return hidden
-        return -hidden
-
-
-class BranchesInAFunction(PlainModel):
-    def prepare(self, hidden: torch.Tensor) -> torch.Tensor:
         return sign_of_the_sum(hidden)
 
 
@@ -90,30 +70,6 @@ def _check(model: nn.Module, options: TracingOptions) -> None:
         assert torch.equal(run_graph(model, traced, {"x": batch}), model(batch))
 
 
-def test_the_message_for_a_decision_in_the_spine_has_its_line_and_the_remedy() -> None:
-    model = BranchesInline()
-
-    with pytest.raises(TracingError) as caught:
-        trace_with(model, {"x": torch.ones(3, 4)}, _options(model))
-
-    lines, first = inspect.getsourcelines(BranchesInline.prepare)
-    assert "if hidden.sum() > 0" in lines[1]
-    message = str(caught.value)
-    assert "BranchesInline could not be traced with the inputs ['x']" in message
-    assert f"{Path(__file__)}:{first + 1}, in prepare: if hidden.sum() > 0:" in message
-    assert message.endswith("or into a module of its own: either becomes a single node.")
-    assert "leaf_module_cls" not in message
-    assert isinstance(caught.value.__cause__, Exception)
-
-
-def test_a_decision_in_a_function_can_be_wrapped() -> None:
-    model = BranchesInAFunction()
-    with pytest.raises(TracingError, match=r"in sign_of_the_sum: if hidden\.sum\(\) > 0"):
-        _check(model, _options(model))
-
-    _check(model, _options(model, autowrap_functions=(sign_of_the_sum,)))
-
-
 @pytest.mark.parametrize("tracer", ["hf", "torch", BranchingTracer])
 def test_every_tracer_wraps_functions(tracer: Any) -> None:
     model = BranchesInForward()
@@ -123,78 +79,18 @@ def test_every_tracer_wraps_functions(tracer: Any) -> None:
     _check(model, _options(model, autowrap_functions=(sign_of_the_sum,), tracer_cls=tracer))
 
 
-def test_all_functions_of_a_python_module_can_be_wrapped() -> None:
-    class ByModule(PlainModel):
-        def prepare(self, hidden: torch.Tensor) -> torch.Tensor:
-            result: torch.Tensor = helpers.sign_of_the_sum(hidden)
-            return result
-
-    model = ByModule()
-    with pytest.raises(TracingError, match="in sign_of_the_sum"):
-        _check(model, _options(model))
-
-    _check(model, _options(model, autowrap_modules=(helpers,)))
-    _check(model, _options(model, autowrap_modules=(helpers,), tracer_cls="torch"))
-
-
-def test_wrapped_functions_are_as_before_after_a_trace() -> None:
-    model = BranchesInAFunction()
-    original = sign_of_the_sum
-
-    trace_with(model, {"x": torch.ones(3, 4)}, _options(model, autowrap_functions=(sign_of_the_sum,)))
-    trace_with(
-        model, {"x": torch.ones(3, 4)}, _options(model, autowrap_functions=(original,), autowrap_modules=(helpers,))
-    )
-
-    assert sign_of_the_sum is original
-    assert globals()["sign_of_the_sum"] is original
-    assert helpers.sign_of_the_sum is original
-    assert math.sqrt(4) == 2
-
-
-def test_modules_beside_the_layers_are_leaves_without_asking() -> None:
-    model = BranchesInAModule()
-
-    _check(model, _options(model))
-
-
-@pytest.mark.parametrize("leaf", [Branch, "Branch"])
-def test_the_torch_tracer_goes_into_modules_unless_they_are_named_leaves(leaf: Any) -> None:
-    model = BranchesInAModule()
-    with pytest.raises(TracingError, match="in sign_of_the_sum"):
-        _check(model, _options(model, tracer_cls="torch"))
-
-    _check(model, _options(model, leaves=(leaf,), tracer_cls="torch"))
-
-
 def test_a_tracer_of_the_users_own() -> None:
     model = BranchesInAModule()
 
     _check(model, _options(model, tracer_cls=BranchingTracer))
 
 
-def test_layers_are_leaves_for_every_tracer() -> None:
-    for tracer in (None, "hf", "torch", BranchingTracer):
-        model = PlainModel()
-        _check(model, _options(model, tracer_cls=tracer))
-
-
 @pytest.mark.parametrize(("leaf", "where"), [("LlamaModel", "model"), ("LlamaForCausalLM", "the model")])
 def test_a_leaf_that_holds_layers_is_refused(leaf: str, where: str) -> None:
     model = make_model("llama", layers=2)
     options = options_for(model, leaves=(leaf,))
-
     with pytest.raises(ValueError, match=rf"leaf_module_cls names {leaf}, but {where} of that class holds"):
         trace_with(model, make_inputs("llama"), options)
-
-
-def test_a_leaf_that_is_one_anyway_changes_nothing() -> None:
-    model = make_model("llama", layers=2)
-    inputs = make_inputs("llama")
-
-    traced = trace_with(model, inputs, options_for(model, leaves=("LlamaRMSNorm",)))
-
-    assert torch.equal(run_graph(model, traced, inputs).loss, model(**inputs).loss)
 
 
 def test_targets_are_the_names_of_the_module() -> None:
@@ -216,36 +112,6 @@ def test_targets_are_the_names_of_the_module() -> None:
     layers = [f"layers.{index}" for index in range(4)]
     assert [n.target for n in traced.graph.nodes if n.op == "call_module"] == ["embedding", *layers, "head"]
     _check(model, _options(model))
-
-
-def test_any_nest_of_outputs() -> None:
-    class Nested(PlainModel):
-        def forward(self, x: torch.Tensor) -> Any:
-            result = super().forward(x)
-            return {"loss": result, "rest": [(result * 2, None), "text", 3]}
-
-    model = Nested()
-    x = torch.ones(3, 4)
-
-    output = run_graph(model, trace_with(model, {"x": x}, _options(model)), {"x": x})
-
-    assert output == {"loss": model(x)["loss"], "rest": [(model(x)["loss"] * 2, None), "text", 3]}
-
-
-def test_constants_are_part_of_the_graph() -> None:
-    class WithMode(PlainModel):
-        def forward(self, x: torch.Tensor, mode: str = "mean", flag: bool = False) -> torch.Tensor:
-            result = super().forward(x)
-            return -result if mode == "minus" and flag else result
-
-    model = WithMode()
-    x = torch.ones(3, 4)
-    inputs = {"x": x, "mode": "minus", "flag": True}
-
-    traced = trace_with(model, inputs, _options(model))
-
-    assert traced.inputs == ("x",)
-    assert torch.equal(run_graph(model, traced, inputs), model(**inputs))
 
 
 def test_a_layer_run_twice_is_listed_twice() -> None:

@@ -1,6 +1,7 @@
 """Dataclasses that layers return: keyword-only, growing, and read or replaced by the functions of ``dataclasses``."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any
@@ -65,8 +66,7 @@ def grown(hidden: Tensor) -> Growing:
     return Growing([hidden])
 
 
-def second_field(value: Any) -> Any:
-    return getattr(value, dataclasses.fields(value)[1].name)
+PLAIN: Any = (state, StateLayer, lambda value: value)
 
 
 def append(value: Any) -> Any:
@@ -74,34 +74,28 @@ def append(value: Any) -> Any:
     return value
 
 
-CASES: dict[str, tuple[Callable[[Tensor], Any], type[PlainLayer], Callable[[Any], Any]]] = {
-    "keyword-only": (state, StateLayer, lambda value: value),
-    "replace": (state, StateLayer, lambda value: replace(value, hidden=value.hidden * 2)),
-    "replace of the module": (state, StateLayer, lambda value: dataclasses.replace(value, loss=None)),
-    "fields of the module": (
-        state,
-        StateLayer,
+BETWEEN: dict[type[PlainLayer], list[Callable[[Any], Any]]] = {
+    StateLayer: [
+        lambda value: replace(value, hidden=value.hidden * 2),
+        lambda value: dataclasses.replace(value, loss=None),
         lambda value: State(hidden=getattr(value, dataclasses.fields(value)[1].name)),
-    ),
-    "fields": (state, StateLayer, lambda value: State(**{f.name: getattr(value, f.name) for f in fields(value)})),
-    "is_dataclass": (state, StateLayer, lambda value: value if is_dataclass(value) else State(hidden=value * 2)),
-    "growing": (grown, GrowingLayer, lambda value: Growing([*value.items, value.items[0] * 2])),
-    "growing by replace": (grown, GrowingLayer, lambda value: replace(value, items=[*value.items, value.items[-1]])),
+        lambda value: State(**{f.name: getattr(value, f.name) for f in fields(value)}),
+        lambda value: value if is_dataclass(value) else State(hidden=value * 2),
+    ],
+    GrowingLayer: [
+        lambda value: Growing([*value.items, value.items[0] * 2]),
+        lambda value: replace(value, items=[*value.items, value.items[-1]]),
+    ],
 }
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_dataclasses_between_layers_are_exact(case: str) -> None:
-    make, layer, between = CASES[case]
-    assert_exact(Model(make, layer, between), {"x": torch.randn(4, 4)}, layer)
+@pytest.mark.parametrize("layer", [StateLayer, GrowingLayer])
+def test_dataclasses_between_layers_are_exact(layer: type[PlainLayer]) -> None:
+    def between(value: Any) -> Any:
+        return functools.reduce(lambda made, function: function(made), BETWEEN[layer], value)
 
-
-@pytest.mark.parametrize("case", ["replace", "fields"])
-def test_a_class_that_is_known_in_the_first_step(case: str) -> None:
-    make, layer, between = CASES[case]
-    model, x = Model(make, layer, between), torch.randn(4, 4)
-    pipeline = InProcessPipeline(model, 2, transformer_layer_cls=layer)
-    assert torch.equal(pipeline.train({"x": x}, 1)[0], model(x))
+    model = Model(state if layer is StateLayer else grown, layer, between)
+    assert_exact(model, {"x": torch.randn(4, 4)}, layer)
 
 
 def test_a_change_of_a_list_that_a_layer_returned_is_refused() -> None:
@@ -124,13 +118,12 @@ class ReturnsANewState(Model):
 
 
 def test_a_field_of_an_output_that_a_layer_returned_is_refused_with_a_remedy() -> None:
-    make, layer, between = CASES["keyword-only"]
     x = torch.randn(4, 4)
     with pytest.raises(TracingError, match=r"SetsTheLoss\.forward sets .*\.loss.* Return a new object"):
-        InProcessPipeline(SetsTheLoss(make, layer, between), 2, {"x": x}, transformer_layer_cls=layer)
+        InProcessPipeline(SetsTheLoss(*PLAIN), 2, {"x": x}, transformer_layer_cls=StateLayer)
     # The remedy of the message.
-    model = ReturnsANewState(make, layer, between)
-    pipeline = InProcessPipeline(model, 2, {"x": x}, transformer_layer_cls=layer)
+    model = ReturnsANewState(*PLAIN)
+    pipeline = InProcessPipeline(model, 2, {"x": x}, transformer_layer_cls=StateLayer)
     assert torch.equal(pipeline.train({"x": x}, 1)[0], model(x).loss)
 
 
@@ -143,15 +136,14 @@ class KeepsFeatures(Model):
 def test_features_beside_the_loss_of_a_transformers_model_are_warned_of(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    make, layer, between = CASES["keyword-only"]
     x = torch.randn(4, 4)
-    model = KeepsFeatures(make, layer, between)
+    model = KeepsFeatures(*PLAIN)
     with pytest.raises(TracingError, match=r"KeepsFeatures\.forward sets .*\.pooled.* Return a new object"):
-        InProcessPipeline(model, 2, {"x": x}, transformer_layer_cls=layer)
+        InProcessPipeline(model, 2, {"x": x}, transformer_layer_cls=StateLayer)
     monkeypatch.setattr(KeepsFeatures, "__module__", "transformers.models.features")
-    pipeline = InProcessPipeline(model, 2, {"x": x}, transformer_layer_cls=layer)
+    pipeline = InProcessPipeline(model, 2, {"x": x}, transformer_layer_cls=StateLayer)
     assert torch.equal(pipeline.train({"x": x}, 1)[0], model(x)["loss"])
     assert "an evaluation without labels the value lacks it" in caplog.text
     monkeypatch.setattr(SetsTheLoss, "__module__", "transformers.models.features")
     with pytest.raises(TracingError, match=r"SetsTheLoss\.forward sets .*\.loss.* Return a new object"):
-        InProcessPipeline(SetsTheLoss(make, layer, between), 2, {"x": x}, transformer_layer_cls=layer)
+        InProcessPipeline(SetsTheLoss(*PLAIN), 2, {"x": x}, transformer_layer_cls=StateLayer)

@@ -2,14 +2,12 @@
 
 from typing import Any
 
-import pytest
 import torch
 import transformers
 from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 from transformers.models.llava.modeling_llava import LlavaModelOutputWithPast
 
-from nxdpp.tracing.models.feature_methods import FeatureMethod
 from tests.support.exact import assert_exact
 from tests.support.vision_language import IMAGE, make_vision_language
 
@@ -72,19 +70,3 @@ def test_features_are_there() -> None:
     inner.__class__ = _AsksForImages
 
     assert_exact(model, batch, stages=3)
-
-
-def test_positions_along_another_number_of_axes_are_refused_with_the_remedy() -> None:
-    class FourAxes(transformers.Qwen2VLModel):
-        def get_rope_index(self, input_ids: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
-            return input_ids.expand(4, *input_ids.shape), input_ids[:, :1]
-
-    model, batch = make_vision_language("qwen2_vl")
-    inner: Any = model.model
-    inner.__class__ = FourAxes
-    method = FeatureMethod(inner, "get_rope_index")
-    with pytest.raises(RuntimeError, match=r"the trace took them to be \(3, B, T\).*mrope_section"):
-        method({}, batch["input_ids"])
-    text = inner.config.text_config
-    text.rope_parameters = {**text.rope_parameters, "mrope_section": [1, 1, 1, 1]}
-    assert method({}, batch["input_ids"])[0].size(0) == 4

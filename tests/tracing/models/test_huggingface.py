@@ -10,20 +10,14 @@ import pytest
 import torch
 from torch import fx, nn
 from transformers import (
-    Gemma2Config,
-    LlamaConfig,
     LlamaModel,
-    PreTrainedConfig,
     PreTrainedModel,
-    masking_utils,
     pytorch_utils,
 )
 from transformers.masking_utils import create_recurrent_attention_mask
 
-from nxdpp.tracing.graph.calls import OpaqueCall
 from nxdpp.tracing.graph.errors import TracingError
-from nxdpp.tracing.graph.uses import draws_random_numbers, metadata_arguments
-from nxdpp.tracing.models.huggingface import recorded_masks, refuse_packed_positions
+from nxdpp.tracing.models.huggingface import refuse_packed_positions
 from tests.support.exact import assert_exact
 from tests.support.traced_models import ARCHITECTURES, make_inputs, make_model, run_graph, trace_with
 from tests.support.wrapped_models import PassesOn
@@ -52,8 +46,11 @@ def _inputs(architecture: str, names: tuple[str, ...]) -> dict[str, torch.Tensor
     return {name: inputs[name] for name in names}
 
 
-@pytest.mark.parametrize("names", VARIANTS.values(), ids=VARIANTS.keys())
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize(
+    ("architecture", "names"),
+    [("llama", names) for names in VARIANTS.values()]
+    + [(architecture, VARIANTS["all"]) for architecture in ARCHITECTURES if architecture != "llama"],
+)
 def test_the_graph_computes_the_numbers_of_the_model(architecture: str, names: tuple[str, ...]) -> None:
     model = make_model(architecture)
     inputs = _inputs(architecture, names)
@@ -72,7 +69,7 @@ def test_the_graph_computes_the_numbers_of_the_model(architecture: str, names: t
         assert output.loss is None
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", ["mixtral", "bert"])
 def test_a_model_on_the_meta_device_gives_the_same_graph(architecture: str) -> None:
     inputs = make_inputs(architecture)
     with torch.device("meta"):
@@ -87,18 +84,6 @@ def test_a_model_on_the_meta_device_gives_the_same_graph(architecture: str) -> N
 
 def _text(graph: fx.Graph) -> list[str]:
     return [f"{node.op} {node.name} {node.args} {node.kwargs}" for node in graph.nodes]
-
-
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_only_the_spine_is_traced_through(architecture: str) -> None:
-    model = make_model(architecture)
-
-    called = [n.target for n in trace_with(model, make_inputs(architecture)).graph.nodes if n.op == "call_module"]
-
-    assert len(called) == len(set(called))
-    for name in called:
-        inside = [other for other, _ in model.named_modules() if other.startswith(f"{name}.")]
-        assert not set(inside) & set(called)
 
 
 def test_a_graph_serves_any_batch_size_and_length() -> None:
@@ -139,15 +124,7 @@ def _unchanged(model: PreTrainedModel) -> Iterator[None]:
         assert vars(model.config) == configuration
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_nothing_is_changed_by_a_trace(architecture: str) -> None:
-    model = make_model(architecture)
-
-    with _unchanged(model):
-        trace_with(model, make_inputs(architecture))
-
-
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", ["mixtral", "bert"])
 def test_nothing_is_changed_by_a_trace_that_fails(architecture: str) -> None:
     model = make_model(architecture)
     original: Any = type(model)
@@ -162,10 +139,9 @@ def test_nothing_is_changed_by_a_trace_that_fails(architecture: str) -> None:
         trace_with(model, make_inputs(architecture))
 
 
-@pytest.mark.parametrize("architecture", ["llama", "mixtral"])
-def test_a_cache_and_tuples_in_the_configuration_do_not_matter(architecture: str) -> None:
-    model = make_model(architecture, layers=2)
-    inputs = make_inputs(architecture)
+def test_a_cache_and_tuples_in_the_configuration_do_not_matter() -> None:
+    model = make_model("mixtral", layers=2)
+    inputs = make_inputs("mixtral")
     expected = model(**inputs)
     model.config.use_cache = True
     model.config.return_dict = False
@@ -178,16 +154,6 @@ def test_a_cache_and_tuples_in_the_configuration_do_not_matter(architecture: str
     assert torch.equal(output[1], expected.logits)
     assert model.config.use_cache is True
     assert model.config.return_dict is False
-
-
-def test_return_dict_as_an_input_is_followed() -> None:
-    model = make_model("gpt2")
-    inputs = {**make_inputs("gpt2"), "return_dict": False}
-
-    output = run_graph(model, trace_with(model, inputs), inputs)
-
-    assert isinstance(output, tuple)
-    assert torch.equal(output[0], model(**inputs)[0])
 
 
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable:FutureWarning")
@@ -207,14 +173,6 @@ def test_a_layers_own_checkpointing_is_no_part_of_the_graph() -> None:
 def test_a_cache_is_refused_as_an_input() -> None:
     with pytest.raises(ValueError, match=r"use_cache=True.*Leave use_cache out"):
         trace_with(make_model("mixtral", layers=2), {**make_inputs("mixtral"), "use_cache": True})
-
-
-def test_layers_dropped_at_random_are_refused_for_a_model_inside_a_module() -> None:
-    model = PassesOn(make_model("llama", layers=2))
-    model.module.config.layerdrop = 0.1
-
-    with pytest.raises(ValueError, match=r"module\.config\.layerdrop=0\.1"):
-        trace_with(model, make_inputs("llama"))
 
 
 def test_nothing_of_a_model_inside_a_module_is_changed_by_a_trace() -> None:
@@ -255,16 +213,13 @@ def test_a_method_that_keeps_its_results_keeps_none_of_a_trace() -> None:
     assert torch.equal(values, model(**inputs))
 
 
-@pytest.mark.parametrize("rate", ["layerdrop", "encoder_layerdrop"])
-def test_layers_dropped_at_random_are_refused(rate: str) -> None:
+def test_layers_dropped_at_random_are_refused() -> None:
     model = make_model("llama", layers=2)
-    setattr(model.config, rate, 0.1)
-
-    with pytest.raises(ValueError, match=rf"config\.{rate}=0\.1.*Set {rate}=0\.0"):
-        trace_with(model, make_inputs("llama"))
-
-    setattr(model.config, rate, 0.0)
-    assert len(trace_with(model, make_inputs("llama")).layers) == 2
+    for rate in ("layerdrop", "encoder_layerdrop"):
+        setattr(model.config, rate, 0.1)
+        with pytest.raises(ValueError, match=rf"config\.{rate}=0\.1.*Set {rate}=0\.0"):
+            trace_with(model, make_inputs("llama"))
+        setattr(model.config, rate, 0.0)
 
 
 PACKED = torch.tensor([[0, 1, 2, 0, 1]])
@@ -274,11 +229,8 @@ PACKED = torch.tensor([[0, 1, 2, 0, 1]])
     ("architecture", "inputs", "refused"),
     [
         ("llama", {"position_ids": PACKED}, True),
-        ("llama", {"position_ids": PACKED, "attention_mask": None}, True),
         ("llama", {"position_ids": PACKED, "attention_mask": torch.ones(1, 5)}, False),
         ("llama", {"position_ids": torch.arange(3, 8).unsqueeze(0)}, False),
-        ("llama", {"position_ids": None}, False),
-        ("llama", {}, False),
         ("bert", {"position_ids": PACKED}, False),  # an encoder makes no cache
     ],
 )
@@ -291,54 +243,6 @@ def test_packed_positions_need_a_model_without_a_cache(
         refuse_packed_positions(model, inputs)
     model.config.use_cache = False
     refuse_packed_positions(model, inputs)
-
-
-def test_packed_positions_of_a_model_inside_a_module() -> None:
-    model = PassesOn(make_model("llama"))
-    model.module.config.use_cache = True
-
-    with pytest.raises(ValueError, match=r"module\.config\.use_cache is on.*Set use_cache=False in module\.config"):
-        refuse_packed_positions(model, {"position_ids": PACKED})
-
-    model.module.config.use_cache = False
-    refuse_packed_positions(model, {"position_ids": PACKED})
-
-
-def masks_of(config: PreTrainedConfig, embeds: Any) -> Any:
-    return masking_utils.create_masks_for_generate(config, embeds, None, None)
-
-
-@pytest.mark.parametrize(
-    ("config", "count"),
-    [
-        (Gemma2Config(layer_types=["sliding_attention", "full_attention"], num_hidden_layers=2), 2),
-        (Gemma2Config(layer_types=["indexed_attention"], num_hidden_layers=1), 1),
-        (Gemma2Config(layer_types=["hybrid"], num_hidden_layers=1), 2),
-        (LlamaConfig(), None),
-    ],
-)
-def test_the_graph_makes_the_masks_of_the_model(config: PreTrainedConfig, count: int | None) -> None:
-    config._attn_implementation = "eager"
-    graph = fx.Graph()
-    tracer = fx.proxy.GraphAppendingTracer(graph)
-    embeds = tracer.create_proxy("placeholder", "embeds", (), {})
-    with recorded_masks():
-        made = masks_of(config, embeds)
-    masks = made if isinstance(made, dict) else {"": made}
-    assert count is None or len(masks) == count
-    assert list(masks) == sorted(masks)
-    # Without a mask in the inputs there is none for recurrent layers, and code may ask whether it is None.
-    assert [name for name, mask in masks.items() if mask is None] == ["linear_attention"] * ("hybrid" in str(config))
-    for proxy in (mask for mask in masks.values() if mask is not None):
-        assert isinstance(proxy.node.target, OpaqueCall)
-        assert metadata_arguments(proxy.node, nn.Module()) == {embeds.node}
-        assert not draws_random_numbers(proxy.node, nn.Module())
-
-    graph.output({name: None if proxy is None else proxy.node for name, proxy in masks.items()})
-    values = fx.GraphModule({}, graph)(torch.zeros(2, 12, 8))
-    expected = masks_of(config, torch.zeros(2, 12, 8))
-    for name, value in (expected if isinstance(expected, dict) else {"": expected}).items():
-        assert value is values[name] is None or torch.equal(values[name], value)
 
 
 class _Recurrent(LlamaModel):
@@ -357,10 +261,3 @@ def test_a_recurrent_mask_that_is_not_given_is_none() -> None:
     model.model.__class__ = _Recurrent
     ids = make_inputs("llama")["input_ids"]
     assert_exact(model, {"input_ids": ids, "labels": ids})
-
-
-def test_the_functions_of_masks_are_transformers_own_afterwards() -> None:
-    before = dict(vars(masking_utils)), dict(masking_utils.LAYER_PATTERN_TO_MASK_FUNCTION_MAPPING)
-    with recorded_masks():
-        pass
-    assert (dict(vars(masking_utils)), dict(masking_utils.LAYER_PATTERN_TO_MASK_FUNCTION_MAPPING)) == before

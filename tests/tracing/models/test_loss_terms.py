@@ -64,50 +64,38 @@ def flat(logits: Tensor) -> Tensor:
     return logits.reshape(-1, VOCABULARY)
 
 
-COUNTED: dict[str, tuple[Callable[..., Any], list[Any]]] = {
-    "a function": (lambda m, x, y, n: F.cross_entropy(flat(x), y.view(-1)), [3]),
-    "shifted": (lambda m, x, y, n: F.cross_entropy(flat(x[:, :-1]), y[:, 1:].reshape(-1)), [2]),
-    "padded": (lambda m, x, y, n: F.cross_entropy(flat(x), F.pad(y, (0, 1), value=-100)[..., 1:].reshape(-1)), [2]),
-    "transposed": (lambda m, x, y, n: F.cross_entropy(x.transpose(1, 2), y), [3]),
-    "a part": (lambda m, x, y, n: 0.5 * F.cross_entropy(flat(x), y.view(-1)) + x.square().mean(), [3]),
-    "a module": (lambda m, x, y, n: m.mean(flat(x), y.clamp(min=0).view(-1)), [7]),
-    "a module of forward": (lambda m, x, y, n: nn.CrossEntropyLoss()(flat(x), y.view(-1)), [3]),
-    "nll": (lambda m, x, y, n: F.nll_loss(flat(x).log_softmax(-1), y.view(-1).to(x.device)), [3]),
-    "a division": (
-        lambda m, x, y, n: F.cross_entropy(flat(x), y.view(-1), reduction="sum") / (y != -100).sum(),
-        [3],
-    ),
-    "two": (lambda m, x, y, n: F.cross_entropy(flat(x), y.view(-1)) + m.mean(flat(x), y.view(-1).abs()), [3, None]),
-}
+COUNTED: list[tuple[Callable[..., Any], list[Any]]] = [
+    (lambda m, x, y, n: F.cross_entropy(flat(x[:, :-1]), y[:, 1:].reshape(-1)), [2]),
+    (lambda m, x, y, n: F.cross_entropy(flat(x), F.pad(y, (0, 1), value=-100)[..., 1:].reshape(-1)), [2]),
+    (lambda m, x, y, n: F.cross_entropy(x.transpose(1, 2), y), [3]),
+    (lambda m, x, y, n: 0.5 * nn.CrossEntropyLoss()(flat(x), y.view(-1)) + x.square().mean(), [3]),
+    (lambda m, x, y, n: m.mean(flat(x), y.clamp(min=0).view(-1)), [7]),
+    (lambda m, x, y, n: F.nll_loss(flat(x).log_softmax(-1), y.view(-1).to(x.device)), [3]),
+    (lambda m, x, y, n: F.cross_entropy(flat(x), y.view(-1), reduction="sum") / (y != -100).sum(), [3]),
+    (lambda m, x, y, n: F.cross_entropy(flat(x), y.view(-1)) + m.mean(flat(x), y.view(-1).abs()), [3, None]),
+    # Probabilities as targets are not counted.
+    (lambda m, x, y, n: F.cross_entropy(x[:, :, :4].float(), y.float()), [None]),
+]
 
 
-@pytest.mark.parametrize("case", COUNTED)
-def test_labels_are_counted(case: str) -> None:
-    loss, expected = COUNTED[case]
+@pytest.mark.parametrize(("loss", "expected"), COUNTED)
+def test_labels_are_counted(loss: Callable[..., Any], expected: list[Any]) -> None:
     assert sorted(counts_of(loss), key=str) == sorted(expected, key=str)
 
 
 # Losses that are defined without labels, or of another kind: nothing to count, or never 0.
-DEFINED = {
-    "no mean": lambda m, x, y, n: F.cross_entropy(flat(x), y.view(-1), reduction="sum"),
-    "at least one": lambda m, x, y, n: (
-        F.cross_entropy(flat(x), y.view(-1), reduction="sum") / (y != -100).sum().clamp(min=1)
-    ),
-    "replaced": lambda m, x, y, n: F.cross_entropy(flat(x), y.view(-1)).nan_to_num(),
-    "regression": lambda m, x, y, n: F.mse_loss(x[..., 0], y.float()),
-    "divided by a size": lambda m, x, y, n: F.cross_entropy(flat(x), y.view(-1), reduction="sum") / y.size(0),
-    "of each row": lambda m, x, y, n: (x.sum((1, 2)) / (y != -100).sum(1).float()).mean(),
-    "of other labels": lambda m, x, y, n: F.cross_entropy(flat(x), flat(x).argmax(-1)),
-}
+DEFINED = [
+    lambda m, x, y, n: F.cross_entropy(flat(x), y.view(-1), reduction="sum") / (y != -100).sum().clamp(min=1),
+    lambda m, x, y, n: F.mse_loss(x[..., 0], y.float()),
+    lambda m, x, y, n: F.cross_entropy(flat(x), y.view(-1), reduction="sum") / y.size(0),
+    lambda m, x, y, n: (x.sum((1, 2)) / (y != -100).sum(1).float()).mean(),
+    lambda m, x, y, n: F.cross_entropy(flat(x), flat(x).argmax(-1)),
+]
 
 
-@pytest.mark.parametrize("case", DEFINED)
-def test_other_losses_have_labels_or_no_number_of_them(case: str) -> None:
-    assert all(count is None or count > 0 for count in counts_of(DEFINED[case], torch.full_like(LABELS, -100)))
-
-
-def test_probabilities_as_targets_are_not_counted() -> None:
-    assert counts_of(lambda m, x, y, n: F.cross_entropy(x[:, :, :4].float(), y.float())) == [None]
+@pytest.mark.parametrize("loss", DEFINED)
+def test_other_losses_have_labels_or_no_number_of_them(loss: Callable[..., Any]) -> None:
+    assert all(count is None or count > 0 for count in counts_of(loss, torch.full_like(LABELS, -100)))
 
 
 @pytest.mark.parametrize(("kind", "expected"), [("llama", 2), ("bert", 3)])

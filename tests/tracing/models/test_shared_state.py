@@ -49,7 +49,7 @@ class SharingModel(nn.Module):
 
 
 def traced(model: nn.Module) -> TracedGraph:
-    return trace(model, INPUTS, {}, TracingOptions((Sharing, Attentive)))
+    return trace(model, INPUTS, {}, TracingOptions((Sharing,)))
 
 
 def test_a_layer_gets_the_tensors_of_an_earlier_layer_and_gradients_flow_back() -> None:
@@ -71,26 +71,12 @@ def test_a_layer_gets_the_tensors_of_an_earlier_layer_and_gradients_flow_back() 
         assert parameter.grad is None or gradient is None or torch.equal(parameter.grad, gradient)
 
 
-def test_a_mapping_that_forward_fills_itself_is_handed_on_filled() -> None:
-    class Filled(SharingModel):
-        def forward(self, x: Tensor) -> Any:
-            shared = UserDict({"a": x * 2})
-            return self.layers[0](x, shared=shared).sum()
-
-    model, x = Filled(Sharing(False)), torch.randn(3, 4)
-    assert torch.equal(run_graph(model, traced(model), {"x": x}), model(x))
-
-
 @pytest.mark.parametrize(
     "use",
     [
         lambda shared: shared["a"],
-        lambda shared: shared.get("a"),
         lambda shared: "a" in shared,
-        lambda shared: len(shared),
-        lambda shared: list(shared.values()),
         lambda shared: shared.update(a=1),
-        lambda shared: shared.copy(),
     ],
 )
 def test_a_forward_that_reads_the_mapping_is_refused_by_name_and_line(use: Any) -> None:
@@ -100,46 +86,6 @@ def test_a_forward_that_reads_the_mapping_is_refused_by_name_and_line(use: Any) 
 
     with pytest.raises(TracingError, match=r"UserDict(.|\n)*at .*\.py:\d+, in"):
         traced(Reading(Sharing(True)))
-
-
-def test_a_mapping_in_the_output_is_refused() -> None:
-    class Returning(SharingModel):
-        def result(self, x: Tensor, shared: UserDict[str, Tensor]) -> Any:
-            return x, shared
-
-    with pytest.raises(TracingError, match=r"UserDict"):
-        traced(Returning(Sharing(True)))
-
-
-class Attentive(nn.Module):
-    """Declare, as attention layers of transformers do, whether it shares. The declaration may be wrong."""
-
-    def __init__(self, mode: str | None, keeps_to_it: bool = True) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-        self.is_kv_shared_layer = mode == "reuse"
-        self.store_full_length_kv = mode == "store"
-        self.keeps_to_it = keeps_to_it
-
-    def forward(self, x: Tensor, shared: UserDict[str, Tensor]) -> Tensor:
-        own = shared["a"] if self.is_kv_shared_layer else self.linear(x)
-        if self.store_full_length_kv or not self.keeps_to_it:
-            shared["a"] = own
-        return x + own
-
-
-def test_layers_that_share_nothing_are_given_nothing() -> None:
-    model, x = SharingModel(Attentive(None), Attentive("store"), Attentive(None), Attentive("reuse")), torch.randn(3, 4)
-    graph = traced(model)
-    assert torch.equal(run_graph(model, graph, {"x": x}), model(x))
-    (third,) = [node for node in graph.graph.nodes if node.target == "layers.2"]
-    assert not third.kwargs["shared"].all_input_nodes
-
-
-def test_a_layer_that_shares_against_its_word_is_an_error() -> None:
-    model = SharingModel(Attentive(None, keeps_to_it=False))
-    with pytest.raises(RuntimeError, match=r"Attentive uses the UserDict that layers share"):
-        run_graph(model, traced(model), {"x": torch.randn(3, 4)})
 
 
 class Appending(nn.Module):

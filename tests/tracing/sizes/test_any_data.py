@@ -63,14 +63,6 @@ def _trace(maps: Callable[[Tensor], list[Tensor]], x: Tensor) -> tuple[nn.Module
     return model, trace_with(model, {"x": x}, options_for(model, PlainLayer))
 
 
-@pytest.mark.parametrize("length", [4, 5])
-def test_sizes_that_data_do_not_change_are_known(length: int) -> None:
-    x = torch.randn(2, length, WIDTH)
-    model, traced = _trace(_clamped, x)
-
-    assert torch.equal(run_graph(model, traced, {"x": x}), model(x))
-
-
 def test_a_graph_serves_inputs_with_the_same_answers_alone() -> None:
     model, traced = _trace(_clamped, torch.randn(2, 6, WIDTH))
 

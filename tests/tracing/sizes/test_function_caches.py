@@ -2,9 +2,7 @@
 
 from collections.abc import Callable
 from functools import lru_cache, wraps
-from types import FunctionType
 
-import pytest
 import torch
 from torch import Tensor, nn
 
@@ -64,11 +62,3 @@ def test_caches_are_back_afterwards() -> None:
         assert positions(3) is not positions(3)
     assert (positions, scales) == before
     assert positions(3) is positions(3)
-
-
-def test_a_function_of_no_python_module_has_no_cache(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Dynamo leaves such functions among the globals of a compiled module."""
-    made = FunctionType(_in_a_function.__code__, {})
-    assert made.__module__ is None
-    monkeypatch.setitem(globals(), "made", made)
-    assert [name for _, functions in uncached_functions(Cached()) for name in functions] == ["positions", "scales"]

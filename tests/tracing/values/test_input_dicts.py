@@ -11,7 +11,6 @@ from transformers import BatchEncoding, LlamaForCausalLM
 
 from nxdpp import NxDPPModel, parallel_state
 from nxdpp.pipeline.microbatches.split_batch import split_batch
-from nxdpp.tracing.values.input_dicts import close_inputs, levels, open_inputs
 from tests.support.exact import assert_exact
 from tests.support.in_process import InProcessPipeline
 from tests.support.models import make, padded_batch
@@ -45,18 +44,17 @@ class Batched(PlainModel):
 BATCHES: dict[str, dict[str, Any]] = {
     "plain": {"batch": {"x": X, "y": Y}},
     "nested": {"batch": {"x": X, "more": {"y": Y}}},
-    "None and a number": {"batch": {"x": X, "y": Y, "mask": None, "doubled": True, "index": 3}, "weight": 0.5},
-    "beside an input": {"batch": {"x": X, "y": Y, "mask": torch.ones(1, 4) / 3}, "weight": 2.0},
-    "number of NumPy": {"batch": {"x": X, "y": Y, "doubled": numpy.bool_(True)}, "weight": numpy.float32(0.1)},
-    "list": {"batch": {"x": X, "y": Y}, "weight": [1, (0.5, 3), numpy.int64(2)]},
-    "another type": {"batch": OrderedDict(x=X, y=Y)},
-    "of a tokenizer": {"batch": BatchEncoding({"x": X, "y": Y})},
+    "many kinds": {
+        "batch": OrderedDict(x=X, y=Y, mask=None, doubled=numpy.bool_(True), index=3),
+        "weight": [1, (0.5, 3), numpy.int64(2)],
+    },
+    "of a tokenizer": {"batch": BatchEncoding({"x": X, "y": Y, "mask": torch.ones(1, 4) / 3}), "weight": 2.0},
 }
 
 
-@pytest.mark.parametrize("inputs", BATCHES.values(), ids=BATCHES.keys())
-def test_a_dict_is_exact(inputs: dict[str, Any]) -> None:
-    assert_exact(Batched(), inputs, PlainLayer)
+@pytest.mark.parametrize("name", ["nested", "many kinds", "of a tokenizer"])
+def test_a_dict_is_exact(name: str) -> None:
+    assert_exact(Batched(), BATCHES[name], PlainLayer)
 
 
 def test_the_inputs_are_unknown_at_construction() -> None:
@@ -74,10 +72,10 @@ class Asks(Batched):
 
 
 def test_a_dict_is_asked_for_its_keys() -> None:
-    pipeline = InProcessPipeline(Asks(), 2, transformer_layer_cls=PlainLayer)
+    model = Asks()
+    pipeline = InProcessPipeline(model, 2, transformer_layer_cls=PlainLayer)
     assert pipeline.partition.assumed
-    assert pipeline.train(BATCHES["plain"], 2)
-    assert_exact(Asks(), BATCHES["plain"], PlainLayer)
+    assert torch.equal(pipeline.train(BATCHES["plain"], 1)[0], model(**BATCHES["plain"]))
 
 
 class Llama(torch.nn.Module):
@@ -92,20 +90,8 @@ class Llama(torch.nn.Module):
 
 
 def test_a_dict_is_passed_on_to_a_transformers_model() -> None:
-    assert_exact(Llama(), {"batch": padded_batch(4)})
-    pipeline = InProcessPipeline(Llama(), 2)
-    pipeline.train({"batch": padded_batch(4)}, 2)
+    pipeline = assert_exact(Llama(), {"batch": padded_batch(4)})
     assert len(pipeline.partition.layers) == 4
-
-
-def test_opened_inputs_are_closed_to_new_dicts() -> None:
-    inputs = {"batch": {"x": X, "more": {"y": Y, "empty": {}}}, "z": 3}
-    opened = open_inputs(inputs)
-    assert [name for name, value in opened.items() if isinstance(value, Tensor)] == ["batch['x']", "batch['more']['y']"]
-    closed = close_inputs(opened)
-    assert closed == inputs
-    assert closed["batch"] is not inputs["batch"]
-    assert {"x": "batch['x']", "more": "batch['more']"} in levels(opened)
 
 
 @pytest.mark.parametrize(
@@ -113,11 +99,9 @@ def test_opened_inputs_are_closed_to_new_dicts() -> None:
     [
         ({"batch": [X, Y]}, r"input batch is a list; .* or in a dict\."),
         ({"batch": {"x": X, "y": [Y]}}, r"input batch\['y'\] is a list"),
-        ({"batch": numpy.ones(4)}, r"input batch is a ndarray; .* torch.as_tensor\(values\)"),
         ({"x": X, "lengths": [1, 2, 3, 4]}, r"lengths is a list of 4 .* torch.as_tensor\(values\).* split_inputs_fn"),
         ({"batch": {0: X}}, r"input batch is a dict; .* dicts of these by names"),
         ({"batch": {"x": X, "y": Y[:3]}}, r"disagree on dimension 0.*batch\['x'\].*: 4, .*batch\['y'\].*: 3"),
-        ({"batch": {"x": X.to("meta"), "y": Y}}, r"input batch\['x'\] is on meta"),
     ],
 )
 def test_values_that_cannot_be_split(inputs: dict[str, Any], message: str) -> None:

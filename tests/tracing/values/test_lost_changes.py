@@ -37,11 +37,6 @@ def assign_through_a_view(h: Tensor) -> Tensor:
     return h
 
 
-def fill_through_a_view(h: Tensor) -> Tensor:
-    h[:, 0].fill_(3.0)
-    return h
-
-
 def multiply_a_view(h: Tensor) -> Tensor:
     view = h.view(-1)
     view.mul_(2)
@@ -66,13 +61,7 @@ def change_under_a_view(h: Tensor) -> Tensor:
 
 @pytest.mark.parametrize(
     "change",
-    [
-        assign_through_a_view,
-        fill_through_a_view,
-        multiply_a_view,
-        multiply_the_data,
-        change_under_a_view,
-    ],
+    [assign_through_a_view, multiply_a_view, multiply_the_data, change_under_a_view],
 )
 def test_a_change_that_would_be_lost_is_refused(change: Callable[[Tensor], Tensor]) -> None:
     with pytest.raises(TracingError, match=rf"in place.*\n.*test_lost_changes\.py:\d+, in {change.__name__}"):
@@ -82,11 +71,6 @@ def test_a_change_that_would_be_lost_is_refused(change: Callable[[Tensor], Tenso
 def assign(h: Tensor) -> Tensor:
     h[:, 0] = 7.0
     h[:, 1] = h[:, 0] * 2
-    return h
-
-
-def chain_of_methods(h: Tensor) -> Tensor:
-    h.mul_(2).add_(1)
     return h
 
 
@@ -102,9 +86,19 @@ def ask_for_gradients(h: Tensor) -> Tensor:
     return h + view.squeeze(1) + kept
 
 
-@pytest.mark.parametrize("change", [assign, chain_of_methods, use_the_result, discard_the_result, ask_for_gradients])
-def test_a_change_of_the_value_itself_is_kept(change: Callable[[Tensor], Tensor]) -> None:
-    module = Changing(change)
+def read_between(h: Tensor) -> Tensor:
+    before = h.sum()
+    h.mul_(2).add_(1)
+    h[0] += before
+    return h + h.sum()
+
+
+def all_of_them(h: Tensor) -> Tensor:
+    return ask_for_gradients(discard_the_result(use_the_result(read_between(assign(h)))))
+
+
+def test_a_change_of_the_value_itself_is_kept() -> None:
+    module = Changing(all_of_them)
     graph = trace(module, {"x": InputSpec(2, torch.float32)}, {}, TracingOptions((nn.Linear,))).graph
     x = torch.randn(3, 4)
     (output,) = torch.fx.GraphModule(module, graph)(x)
@@ -144,22 +138,14 @@ def takes_from_the_input(module: Any, x: Tensor) -> None:
     module.table = x.to(module.table.dtype)
 
 
-def moves_another(module: Any, x: Tensor) -> None:
-    module.other = module.table.to(x.device)
-
-
-def moves_to_what_is_computed(module: Any, x: Tensor) -> None:
-    module.table = module.table.to(x * 2)
-
-
 def counts_in_python(module: Any, x: Tensor) -> None:
     module.blocks_run += 1
 
 
-@pytest.mark.parametrize("tracer", ["hf", "torch"])
 @pytest.mark.parametrize(
-    "change",
-    [keeps_an_input, counts, takes_from_the_input, moves_another, moves_to_what_is_computed, counts_in_python],
+    ("change", "tracer"),
+    [(keeps_an_input, "torch")]
+    + [(change, "hf") for change in (keeps_an_input, counts, takes_from_the_input, counts_in_python)],
 )
 def test_a_forward_that_keeps_a_computed_value_is_refused(change: Callable[[Any, Tensor], Any], tracer: str) -> None:
     module = Keeping(change)
@@ -181,9 +167,8 @@ def moves_twice(module: Any, x: Tensor) -> None:
     module.table = module.table.to(dtype=torch.half).to(x.device)
 
 
-@pytest.mark.parametrize("change", [moves, moves_twice])
-def test_a_buffer_that_is_moved_is_followed(change: Callable[[Any, Tensor], Any]) -> None:
-    module, x = Keeping(change), torch.randn(3, 4)
+def test_a_buffer_that_is_moved_is_followed() -> None:
+    module, x = Keeping(moves_twice), torch.randn(3, 4)
     table = module.table
     graph = trace(module, SPECS, {}, OPTIONS)
     assert module.table is table
@@ -205,7 +190,6 @@ def test_a_trace_that_fails_leaves_no_traced_value_behind() -> None:
     with pytest.raises(TracingError, match="later"):
         trace(module, SPECS, {}, OPTIONS)
     assert module.table is table
-    module.blocks = nn.ModuleList()  # attributes can be set again
 
 
 class Constant(nn.Module):
