@@ -4,16 +4,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import (
-    AutoModelForMaskedLM,
-    ElectraConfig,
-    PreTrainedModel,
-    RobertaConfig,
-    T5Config,
-    T5ForConditionalGeneration,
-)
-
-from tests.support import models
 
 
 class EndToEnd(nn.Module):
@@ -56,35 +46,6 @@ class Blocks(nn.Module):
             x = block(x)
         logits = self.head(x)
         return nn.functional.cross_entropy(logits.flatten(0, 1), sample["labels"].flatten()), logits
-
-
-class Wrapped(nn.Module):
-    """A tiny model of transformers whose forward takes one sample, as an end-to-end module's does."""
-
-    def __init__(self, name: str) -> None:
-        super().__init__()
-        self.model: PreTrainedModel = _made(name)
-
-    def forward(self, sample: dict[str, torch.Tensor]) -> torch.Tensor:
-        loss: torch.Tensor = self.model(**sample).loss
-        return loss
-
-    def sample(self) -> dict[str, torch.Tensor]:
-        return models.padded_batch(2)
-
-
-def _made(name: str) -> Any:
-    if name in ("gpt2", "bert"):
-        return models.make(name, layers=2)
-    if name == "t5":
-        sizes: dict[str, Any] = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_heads": 4, "num_layers": 2}
-        sizes |= {"dropout_rate": 0.0, "vocab_size": 64, "decoder_start_token_id": 0}
-        return T5ForConditionalGeneration(T5Config(**sizes))
-    kind = {"roberta": RobertaConfig, "electra": ElectraConfig}[name]
-    config: Any = kind(
-        vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48, pad_token_id=0
-    )
-    return AutoModelForMaskedLM.from_config(config)
 
 
 def flipped_if_large(x: torch.Tensor) -> torch.Tensor:

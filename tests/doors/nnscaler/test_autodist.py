@@ -14,7 +14,6 @@ from nxdpp.doors.nnscaler.policies import layout_of
 from nxdpp.doors.nnscaler.unit_layout import UnitLayout
 from nxdpp.nnscaler import ComputeConfig
 from tests.doors.nnscaler.modules import Blocks, EndToEnd, sample_of
-from tests.support import models
 
 
 def chosen(ranks: int, settings: dict[str, Any] | None = None, module: Any = None, **given: Any) -> UnitLayout:
@@ -55,13 +54,6 @@ def test_it_takes_the_prediction_with_the_shortest_step(monkeypatch: pytest.Monk
     assert not parallel_state.model_parallel_is_initialized()
 
 
-def test_a_pipeline_of_linear_layers() -> None:
-    layout = chosen(2, {"update_freq": [4], "max_partition_degree": 1, "pipeline_scheduler": "1f1b"}, EndToEnd())
-
-    assert (layout.pipeline, layout.schedule, layout.microbatches, layout.layer_classes) == (2, "1f1b", 4, ("Linear",))
-    assert len(layout.cuts) == 1
-
-
 class Asking(EndToEnd):
     """A trace cannot answer what it asks about data."""
 
@@ -87,22 +79,14 @@ def test_stages_and_pivots() -> None:
     assert all(cut.startswith("blocks.") for cut in layout.cuts)
 
 
-def test_inference() -> None:
-    layout = chosen(2, {"pipeline_nmicros": 4, "max_partition_degree": 1}, inference_only=True)
-
-    assert (layout.schedule, layout.chunks) == ("1f1b", 1)
-
-
 def test_memory_decides() -> None:
     with pytest.raises(ValueError, match=r"autodist finds no layout\. .*the smallest one needs") as refused:
         chosen(2, {"pipeline_nmicros": 4, "mem_constraint": 1e-6})
     assert "1 tensor-parallel and 2 pipeline ranks" in str(refused.value)
-    assert chosen(2, {"pipeline_nmicros": 4, "mem_constraint": 4}).ranks == 2
 
 
 def test_recomputed_modules() -> None:
     assert chosen(1, {"recompute_modules": "Block, head"}).recompute == (*(f"blocks.{i}" for i in range(4)), "head")
-    assert len(chosen(2, {"recompute_modules": "Block", "pipeline_nmicros": 4}).recompute) == 4
 
 
 def test_a_layout_is_saved_and_loaded(tmp_path: Path) -> None:
@@ -122,40 +106,12 @@ def test_a_layout_is_saved_and_loaded(tmp_path: Path) -> None:
         chosen(2, {"load_plan_path": tmp_path / "other"})
 
 
-def test_a_second_module_takes_the_sizes_of_the_job() -> None:
-    parallel_state.initialize_debug(tensor_model_parallel_size=2)
-    try:
-        layout = chosen(2, {"pipeline_nmicros": 4})
-        assert (layout.tensor, layout.pipeline) == (2, 1)
-        with pytest.raises(ValueError, match="autodist predicts a layout before the ranks of the job are divided"):
-            chosen(2, {"pipeline_nmicros": 4, "mem_constraint": 1})
-    finally:
-        parallel_state.destroy_model_parallel()
-
-
-def test_a_module_without_values() -> None:
-    layout = chosen(2, {"pipeline_nmicros": 4}, nxdpp.deferred_init(Blocks))
-    assert layout.ranks == 2
-
-
-def test_a_transformers_model_is_divided_by_its_plan() -> None:
-    llama = models.make("llama")
-    compute = ComputeConfig(2, 2, pas_config={"mem_constraint": 1})
-
-    assert layout_of("autodist", llama, models.padded_batch(2), compute) == UnitLayout(tensor=2)
-
-
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"pipeline_nstages": 0}, "pipeline_nstages must be 'auto' or a whole number above 0, not 0"),
     ({"pipeline_nstages": 2}, "pipeline_nmicros must be a whole number above 0, not 0"),
-    ({"update_freq": 0}, "pipeline_nmicros and update_freq must be whole numbers above 0, not 0"),
     ({"max_partition_degree": 3}, "max_partition_degree=3 must be a divisor of plan_ngpus=2"),
     ({"max_partition_degree": 1}, "A pipeline needs use_end2end=True and pipeline_nmicros or update_freq"),
-    ({"mem_constraint": 0}, "mem_constraint must be a number of GiB above 0, or -1, not 0"),
     ({"partition_constraints_path": "a.yaml"}, "partition_constraints_path constrains single operations"),
     ({"recompute_modules": "Layer"}, "Blocks has no module 'Layer'"),
-    ({"pipeline_pivots": "Layer", "pipeline_nmicros": 2}, "no module of Blocks is of a class named 'Layer'"),
-    ({"pipeline_scheduler": "pipedream", "pipeline_nmicros": 2}, "pipedream"),
     ({"nmicros": 2}, "pas_config has nmicros, and policies have"),
 ]
 
@@ -164,9 +120,3 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 def test_refusals(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         chosen(2, settings)
-
-
-def test_settings_of_the_profiler_are_taken() -> None:
-    settings = {"task_name": "a", "verbose": True, "re_profile": True, "use_bf16": True, "transient_mem_coef": 2}
-
-    assert chosen(1, settings) == UnitLayout()

@@ -1,7 +1,6 @@
 """``parallelize``: objects and classes, values, dtypes, refusals, and modules that are called."""
 
 import copy
-import random
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -10,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from nxdpp import deferred_init, parallel_state
+from nxdpp import parallel_state
 from nxdpp.nnscaler import BroadcastGenFilesStrategy, ComputeConfig, ParallelModule, ReuseType
 from tests.doors.nnscaler.own_folders import parallelize
 from tests.doors.nnscaler.trained_modules import WIDTH, Held, Mlp, Net, NetOfHeld, sample
@@ -71,21 +70,6 @@ def _an_object_gives_an_object(rank: int) -> None:
     assert all(parameter.grad is None for parameter in module.parameters())
 
 
-def _training_and_evaluation(rank: int) -> None:
-    model, whole = loaded(made(), {"x": X}, "tp", FOR_TP), made()
-    ours, theirs = (torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, whole))
-    for _ in range(3):
-        for each, optimizer in ((model, ours), (whole, theirs)):
-            each.train()
-            each(X).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    model.eval()
-    assert not any(part.training for part in model.modules())
-    with torch.inference_mode():
-        torch.testing.assert_close(model(X), whole(X))
-
-
 def _a_class_gives_a_class(rank: int) -> None:
     # Other ranks have other seeds: the state of rank 0 counts.
     torch.manual_seed(rank)
@@ -109,29 +93,6 @@ def _values_of_rank_0_count(rank: int) -> None:
         model = loaded(made(rank), {"x": X}, "dp", FOR_DP)
     assert any("take those of rank 0" in str(each.message) for each in caught)
     assert torch.equal(model(X), made()(X))
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        parallelize(made(), {"x": X}, "dp", FOR_DP)
-    assert not [each for each in caught if "rank 0" in str(each.message)]
-
-
-class DrawnElsewhere(Net):
-    """Draws a weight from Python's generator."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        nn.init.constant_(self.first.bias, random.random())
-
-
-def _values_of_other_generators_are_those_of_rank_0(rank: int) -> None:
-    random.seed(rank)
-    kind = loaded_class(DrawnElsewhere, {"x": X}, "dp", FOR_DP)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        bias = kind().get_parameter("first.bias")
-    biases: list[Any] = [None] * 4
-    torch.distributed.all_gather_object(biases, bias[0].item())
-    assert len(set(biases)) == 1
 
 
 def _a_dtype(rank: int) -> None:
@@ -182,16 +143,6 @@ def _state_dicts_have_the_names_of_the_module(rank: int) -> None:
     assert outer(X.double()).dtype == torch.float64
 
 
-def _a_module_without_memory_is_refused(rank: int) -> None:
-    with pytest.raises(ValueError, match="of the given Net is on the meta device and has no values: give a module"):
-        parallelize(deferred_init(made), {"x": X}, "dp", FOR_DP)
-
-
-def _ddp_is_refused(rank: int) -> None:
-    with pytest.raises(RuntimeError, match="build_optimizer sums the gradients of the units"):
-        nn.parallel.DistributedDataParallel(loaded(made(), {"x": X}, "dp", FOR_DP))
-
-
 def _other_inputs_inside_a_unit_are_refused(rank: int) -> None:
     model = loaded(made(), {"x": X}, "tp", FOR_TP)
     with pytest.raises(RuntimeError, match=r"in one unit and got other inputs.*rank // plan_ngpus"):
@@ -200,12 +151,6 @@ def _other_inputs_inside_a_unit_are_refused(rank: int) -> None:
     held = loaded(NetOfHeld(), {"held": Held(X)}, "tp", FOR_TP)
     with pytest.raises(RuntimeError, match="in one unit and got other inputs"):
         held(Held(X + rank))
-
-
-def _dummy_arguments_of_the_first_rank_count(rank: int) -> None:
-    """The comparison with one process takes one set of values, as nnScaler's trace does."""
-    dummy = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(rank))
-    torch.testing.assert_close(loaded(made(), {"x": dummy, "power": 1 + rank}, "tp", FOR_TP)(X), made()(X))
 
 
 def _end_to_end_modules_are_not_called(rank: int) -> None:
@@ -229,59 +174,30 @@ def _other_units_are_refused(rank: int) -> None:
         type(loaded(made(), {"x": X}, "dp", FOR_DP))()
 
 
-def _other_orders_are_refused(rank: int) -> None:
-    parallel_state.initialize_model_parallel(1, 2)
-    with pytest.raises(RuntimeError, match=r"pipelines \[\[0, 2\], \[1, 3\]\]"):
-        parallelize(Mlp(), {"data": sample(0)}, "pp", FOR_PP)
-
-
 _CASES: list[list[Callable[[int], None]]] = [
-    [
-        _an_object_gives_an_object,
-        _training_and_evaluation,
-        _a_class_gives_a_class,
-        _other_inputs_inside_a_unit_are_refused,
-        _dummy_arguments_of_the_first_rank_count,
-    ],
+    [_an_object_gives_an_object, _a_class_gives_a_class, _other_inputs_inside_a_unit_are_refused],
     [
         _a_function_makes_the_modules_of_a_class,
         _values_of_rank_0_count,
-        _values_of_other_generators_are_those_of_rank_0,
         _a_dtype,
         _parameters_without_values,
         _state_dicts_have_the_names_of_the_module,
-        _ddp_is_refused,
-        _a_module_without_memory_is_refused,
         _end_to_end_modules_are_not_called,
         _other_units_are_refused,
     ],
-    [_other_orders_are_refused],
 ]
 
 
 REFUSED: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: parallelize(3, {"x": X}, "dp", FOR_DP), TypeError, "takes a module or a class of modules"),
-    (lambda: parallelize(made(), {"x": X}, "dp", 4), TypeError, "must be a ComputeConfig"),
     (lambda: parallelize(made(), {"z": X}, "dp", FOR_DP), ValueError, "has z, and Net.forward takes"),
-    (lambda: parallelize(made(), {"x": X}, "dp", FOR_DP, module_fn=made), ValueError, "an object was given"),
     (lambda: parallelize(nn.Linear, {"input": X}, "dp", FOR_DP), ValueError, "give module_fn=lambda: Linear"),
-    (lambda: parallelize(made(), {"x": X}, "dp", FOR_DP, module_dtype=torch.int8), TypeError, "a floating dtype"),
     (lambda: parallelize(made(), {"x": X}, "dp", FOR_DP, reuse="always"), ValueError, "always"),
-    (lambda: parallelize(made(), {"x": X}, "dp", FOR_DP, broadcast_strategy="some"), ValueError, "some"),
     (
         lambda: parallelize(made(), {"x": X}, "dp", FOR_DP, broadcast_strategy=BroadcastGenFilesStrategy.ALL),
         RuntimeError,
         "needs torch.distributed",
     ),
-    (lambda: parallelize(made(), {"x": X}, "dp", FOR_DP), RuntimeError, "load_module=False"),
-    (
-        lambda: parallelize(
-            made(), {"x": X}, "pp", ComputeConfig(2, 4, pas_config={"pipeline_nmicros": 2}), load_module=False
-        ),
-        ValueError,
-        "a pipeline needs use_end2end=True",
-    ),
-    (lambda: ParallelModule(), RuntimeError, "parallelize.* makes parallel modules"),
 ]
 
 

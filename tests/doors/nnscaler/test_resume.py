@@ -1,4 +1,4 @@
-"""32 steps equal 16 steps, a restart in new processes and 16 more steps, to the bit."""
+"""Steps equal half of them, a restart in new processes and the other half, to the bit."""
 
 from pathlib import Path
 from typing import Any
@@ -9,25 +9,21 @@ from nxdpp.nnscaler import (
     ComputeConfig,
     ParallelModule,
     build_optimizer,
-    deduped_state_dict,
-    load_deduped_state_dict,
-    load_merged_state_dict,
-    merge_state_dicts,
     parallelize,
 )
 from tests.doors.nnscaler.trained_modules import Mlp, sample
 from tests.support.run_ranks import run_ranks
 
-HALF = 16
+HALF = 4
 MICROBATCHES = 2
 KINDS = {"plain": False, "ZeRO": True}
 
 
 def _made(kind: str, seed: int, folder: Path) -> tuple[ParallelModule, Any]:
-    """An MLP of 16 layers in two pipelines of two ranks, and its Adam. A restart takes the plan of before."""
+    """An MLP in two pipelines of two ranks, and its Adam. A restart takes the plan of before."""
     torch.manual_seed(seed)
     config = ComputeConfig(2, 4, use_end2end=True, use_zero=KINDS[kind], pas_config={"pipeline_nmicros": MICROBATCHES})
-    module = parallelize(Mlp(16), {"data": sample(0)}, "pp", config, gen_savedir=folder, instance_name=kind)
+    module = parallelize(Mlp(), {"data": sample(0)}, "pp", config, gen_savedir=folder, instance_name=kind)
     assert isinstance(module, ParallelModule)
     return module, build_optimizer(module, torch.optim.Adam, lr=0.01)
 
@@ -43,47 +39,30 @@ def _train(rank: int, steps: range, module: ParallelModule, optimizer: Any) -> l
     return losses
 
 
-def _save(states: Any, folder: Path, kind: str, what: str, rank: int) -> None:
-    torch.save(states, folder / f"{kind} {what} {rank}.pt")
-
-
-def _load(folder: Path, kind: str, what: str, rank: int) -> Any:
-    return torch.load(folder / f"{kind} {what} {rank}.pt", weights_only=True)
-
-
 def _whole_run(rank: int, folder: Path) -> dict[str, Any]:
-    """Train 32 steps, and save in the middle."""
+    """Train, and save in the middle."""
     results = {}
     for kind in KINDS:
         module, optimizer = _made(kind, 0, folder)
         losses = _train(rank, range(HALF), module, optimizer)
-        _save((module.state_dict(), optimizer.state_dict()), folder, kind, "own", rank)
-        _save(deduped_state_dict(module, optimizer), folder, kind, "deduped", rank)
+        torch.save((module.state_dict(), optimizer.state_dict()), folder / f"{kind} {rank}.pt")
         losses += _train(rank, range(HALF, 2 * HALF), module, optimizer)
         results[kind] = losses, module.state_dict(), optimizer.state_dict()
     return results
 
 
-def _resumed_runs(rank: int, folder: Path) -> dict[tuple[str, str], Any]:
-    """Load each kind of state in other modules, and go on: a rank's own state for all 16 steps, others for two."""
+def _resumed_runs(rank: int, folder: Path) -> dict[str, Any]:
     results = {}
     for kind in KINDS:
-        for what in ("own", "deduped", "merged"):
-            module, optimizer = _made(kind, 5, folder)
-            if what == "own":
-                states = _load(folder, kind, what, rank)
-                module.load_state_dict(states[0])
-                optimizer.load_state_dict(states[1])
-            elif what == "deduped":
-                states = _load(folder, kind, what, rank)
-                load_deduped_state_dict(module, states[0], optimizer, states[1])
-            else:
-                everyones = [_load(folder, kind, "deduped", each) for each in range(4)]
-                merged = merge_state_dicts([each[0] for each in everyones], [each[1] for each in everyones])
-                load_merged_state_dict(module, merged[0], optimizer, merged[1])
-            steps = range(HALF, 2 * HALF if what == "own" else HALF + 2)
-            losses = _train(rank, steps, module, optimizer)
-            results[kind, what] = losses, module.state_dict(), optimizer.state_dict()
+        module, optimizer = _made(kind, 5, folder)
+        states = torch.load(folder / f"{kind} {rank}.pt", weights_only=True)
+        module.load_state_dict(states[0])
+        optimizer.load_state_dict(states[1])
+        results[kind] = (
+            _train(rank, range(HALF, 2 * HALF), module, optimizer),
+            module.state_dict(),
+            optimizer.state_dict(),
+        )
     return results
 
 
@@ -98,18 +77,12 @@ def test_training_goes_on_to_the_bit(tmp_path: Path) -> None:
     whole = run_ranks(4, _whole_run, tmp_path)
     resumed = run_ranks(4, _resumed_runs, tmp_path)
     for rank in range(4):
-        for (kind, what), (losses, *states) in resumed[rank].items():
+        for kind, (losses, *states) in resumed[rank].items():
             expected_losses, *expected = whole[rank][kind]
-            place = f"{kind}, {what}, rank {rank}"
-            second_half = expected_losses[len(expected_losses) // 2 :]
-            assert losses == second_half[: len(losses)], place
-            if what != "own":
-                continue
-            assert len(losses) == len(second_half)
+            assert losses == expected_losses[len(expected_losses) // 2 :]
             found, wanted = _tensors(states), _tensors(expected)
-            # 8 weights, and three tensors for each of them, or of its shards.
-            assert len(found) == len(wanted) >= 20, place
-            assert all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True)), place
+            assert len(found) == len(wanted) >= 5
+            assert all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))
     # Replicas train on other samples, and have the same parameters.
     assert whole[0]["plain"][0] != whole[2]["plain"][0]
     for one, other in zip(_tensors(whole[0]["plain"][1]), _tensors(whole[2]["ZeRO"][1]), strict=True):

@@ -36,7 +36,7 @@ def _trained(rank: int) -> None:
     )
     with torch.no_grad():
         model.get_parameter("first.weight").zero_()
-    load_sharded_state_dict(model, saved, optimizer, state)
+    load_sharded_state_dict(model, saved, optimizer, state, device="cpu")
     assert torch.equal(model.get_parameter("first.weight"), saved["first.weight"])
     for given in ((optimizer, None), (None, state)):
         with pytest.raises(ValueError, match="given together or not at all"):

@@ -55,6 +55,14 @@ class Mlp(nn.Module):
         return ((x - data["target"]) ** power).mean()
 
 
+class TiedMlp(Mlp):
+    """Its first and last layers have one weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[-1].weight = self.layers[0].weight
+
+
 class SwitchedMlp(Mlp):
     """Has another loss in training, and returns hidden values too."""
 

@@ -1,10 +1,9 @@
-"""Attention of NeuronX Distributed's scripts, compared with transformers' rotation and with a plain softmax."""
+"""Attention of NeuronX Distributed's scripts, compared with a plain softmax."""
 
 import pytest
 import torch
-from transformers.models.llama import modeling_llama
 
-from nxdpp.doors.nxd.attention import apply_rotary_pos_emb, nki_flash_attn_func, nki_ring_attn_func
+from nxdpp.doors.nxd.attention import nki_flash_attn_func, nki_ring_attn_func
 
 BATCH, HEADS, LENGTH, SIZE = 2, 3, 5, 4
 
@@ -12,26 +11,6 @@ BATCH, HEADS, LENGTH, SIZE = 2, 3, 5, 4
 def inputs() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     query, key, value = torch.randn(3, BATCH, HEADS, LENGTH, SIZE, generator=torch.Generator().manual_seed(0))
     return query, key, value
-
-
-@pytest.mark.parametrize(("flash", "transpose"), [(True, True), (True, False), (False, True)])
-def test_rotation_is_that_of_transformers(flash: bool, transpose: bool) -> None:
-    query, key, _ = inputs()
-    cos, sin = torch.randn(2, BATCH, LENGTH, SIZE)
-    expected = modeling_llama.apply_rotary_pos_emb(query, key, cos, sin)
-    first, second = (each.transpose(-2, -1) if flash and transpose else each for each in (query, key))
-    found = apply_rotary_pos_emb(first, second, cos, sin, None, flash, transpose)
-    for ours, theirs in zip(found, expected, strict=True):
-        assert torch.equal(ours.transpose(-2, -1) if flash and transpose else ours, theirs)
-
-
-def test_positions_choose_rows_of_the_tables() -> None:
-    query, key, _ = inputs()
-    cos, sin = torch.randn(2, 9, SIZE)
-    positions = torch.randint(9, (BATCH, LENGTH))
-    found = apply_rotary_pos_emb(query, key, cos, sin, positions, False)
-    expected = modeling_llama.apply_rotary_pos_emb(query, key, cos[positions], sin[positions])
-    assert all(map(torch.equal, found, expected))
 
 
 @pytest.mark.parametrize("causal", [True, False])

@@ -13,7 +13,6 @@ from torch.optim.lr_scheduler import StepLR
 
 from nxdpp import parallel_state
 from nxdpp.doors.nxd.checkpoint import finalize_checkpoint, has_checkpoint, load_checkpoint, save_checkpoint
-from nxdpp.gradients.grad_scaler import GradScaler
 from nxdpp.tensor import checkpointing
 from tests.checkpoint.distributed.small_training import Training, is_same
 from tests.support.run_ranks import run_ranks
@@ -23,30 +22,19 @@ SAVE, LOAD = save_checkpoint, load_checkpoint
 # Of rank 1, that differ from rank 0: a function, its arguments, and the sentence on rank 0.
 DIFFERENT: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
     (SAVE, {"optimizer": None}, "save_checkpoint has optimizer=None on rank 1, and optimizer=AdamW on rank 0: make"),
-    (SAVE, {"model": None, "optimizer": None}, "has model=None on rank 1, and model=Sequential on rank 0"),
     (SAVE, {"scheduler": None}, "has scheduler=None on rank 1, and scheduler=StepLR on rank 0"),
-    (SAVE, {"grad_scaler": True}, "has grad_scaler=GradScaler on rank 1, and grad_scaler=None on rank 0"),
     (SAVE, {"tag": "other"}, "has tag='other' on rank 1, and tag='tag' on rank 0"),
-    (SAVE, {"tag": "a/b"}, "on rank 1, ValueError: tag='a/b' must be the name of a directory"),
     (SAVE, {"path": "other"}, "has path='other' on rank 1"),
-    (SAVE, {"num_kept_ckpts": 2}, "has num_kept_ckpts=2 on rank 1, and num_kept_ckpts=None on rank 0"),
     (SAVE, {"num_kept_ckpts": 0}, "on rank 1, ValueError: num_kept_ckpts=0 must be a whole number of at least 1"),
     (SAVE, {"async_save": True}, "has async_save=True on rank 1, and async_save=False on rank 0"),
-    (SAVE, {"when_busy": "skip"}, "has when_busy='skip' on rank 1, and when_busy='wait' on rank 0"),
-    (SAVE, {"when_busy": "stop"}, "on rank 1, ValueError: when_busy='stop' must be one of 'wait', 'skip'"),
-    (SAVE, {"model": {}}, "on rank 1, TypeError: model is of class dict: give the module itself"),
     (
         SAVE,
         {"user_content": 3},
         "has user_content= on rank 1 and not on rank 0, of which it is taken: give it on rank 0",
     ),
-    (LOAD, {"optimizer": None}, "load_checkpoint has optimizer=None on rank 1, and optimizer=AdamW on rank 0: make"),
-    (LOAD, {"scheduler": None}, "has scheduler=None on rank 1, and scheduler=StepLR on rank 0"),
     (LOAD, {"tag": None}, "has tag=None on rank 1, and tag='tag' on rank 0"),
     (LOAD, {"strict": False}, "has strict=False on rank 1, and strict=True on rank 0"),
-    (LOAD, {"scheduler": 3}, "on rank 1, TypeError: scheduler is a int, without state_dict"),
     (LOAD, {"call": SAVE}, "rank 0 calls load_checkpoint, and rank 1 calls save_checkpoint: make the same call"),
-    (LOAD, {"call": finalize_checkpoint}, "rank 0 calls load_checkpoint, and rank 1 calls finalize_checkpoint"),
 ]
 
 
@@ -73,10 +61,6 @@ def _differently(rank: int, path: Path) -> list[str]:
         if rank == 1:
             given.update(changes)
             called = given.pop("call", function)
-            if given.get("grad_scaler"):
-                given["grad_scaler"] = GradScaler()
-            if called is finalize_checkpoint:
-                given = {}
         with pytest.raises((ValueError, TypeError, RuntimeError)) as caught:
             called(**given)
         found.append(str(caught.value))
@@ -106,19 +90,13 @@ def _model_and_optimizer() -> dict[str, Any]:
 REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"tag": ""}, ValueError, "tag='' must be the name of a directory"),
     *(({"tag": tag}, ValueError, "must be the name of a directory") for tag in
-      ("..", "a/b", "latest", " a", "a\n", "a\0", "\ud800", True, None, 1.5)),
-    ({"path": ""}, ValueError, "path='' has no name"),
+      ("a/b", "latest", "a\0", None, 1.5)),
     ({"path": "nowhere://bucket/run"}, ValueError, "'nowhere://bucket/run' is in a store that may show a file"),
-    ({"path": Path("memory://bucket")}, ValueError, "'memory:/bucket' is not the address of a store: give it as text"),
-    ({"path": b"out"}, TypeError, "path=b'out' must be a string or a Path"),
     ({"path": None}, TypeError, "path=None must be a string or a Path"),
     ({"model": nn.Linear(2, 2).state_dict()}, TypeError, "model is of class OrderedDict: give the module itself"),
-    ({**_model_and_optimizer(), "optimizer": {}}, TypeError, "optimizer is of class dict: give the optimizer itself"),
     ({"optimizer": _model_and_optimizer()["optimizer"]}, ValueError, "optimizer= needs model= too"),
     ({"scheduler": lambda step: step}, TypeError, "scheduler is a function, without state_dict"),
     ({"num_workers": 0}, ValueError, "num_workers=0 must be a whole number of at least 1"),
-    ({"num_kept_ckpts": 1.0}, ValueError, r"num_kept_ckpts=1.0 must be a whole number"),
-    ({"num_kept_ckpts": -2}, ValueError, r"num_kept_ckpts=-2 must be a whole number of at least 1, or None or -1"),
     ({"num_kept_ckpts": True}, ValueError, r"num_kept_ckpts=True must be a whole number"),
 ]  # fmt: skip
 
@@ -161,15 +139,15 @@ SIGNATURES: dict[Callable[..., Any], str] = {
 }
 
 
-@pytest.mark.parametrize("function", SIGNATURES, ids=lambda function: function.__qualname__)
-def test_names_order_and_defaults_are_those_of_nxd(function: Callable[..., Any]) -> None:
+def test_names_order_and_defaults_are_those_of_nxd() -> None:
     """Arguments of nxdpp alone have to be given by name."""
-    found = []
-    for argument in inspect.signature(function).parameters.values():
-        if argument.kind is not argument.KEYWORD_ONLY:
-            is_given = argument.default is argument.empty
-            found.append(argument.name if is_given else f"{argument.name}={argument.default}")
-    assert " ".join(found) == SIGNATURES[function]
+    for function, expected in SIGNATURES.items():
+        found = []
+        for argument in inspect.signature(function).parameters.values():
+            if argument.kind is not argument.KEYWORD_ONLY:
+                is_given = argument.default is argument.empty
+                found.append(argument.name if is_given else f"{argument.name}={argument.default}")
+        assert " ".join(found) == expected
 
 
 def test_arguments_of_a_script_without_effect_are_taken(tmp_path: Path) -> None:

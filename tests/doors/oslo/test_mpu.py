@@ -15,7 +15,7 @@ from nxdpp import parallel_state
 from nxdpp.oslo.pytorch.model_parallelism.network.mpu import MPU
 from tests.support.run_ranks import run_ranks
 
-LAYOUTS = ((2, 1), (1, 2), (2, 2))
+LAYOUTS = ((2, 1), (2, 2))
 
 
 def _numbers(mpu: MPU) -> tuple[list[list[int]], list[int], list[int]]:
@@ -144,18 +144,6 @@ def test_a_model_of_one_process_has_it(model: GPT2LMHeadModel) -> None:
     assert _numbers(parallel.mpu) == ([[0]] * 4, [0] * 4, [1] * 4)
     with pytest.raises(RuntimeError, match="was given to initialize before"):
         oslo.initialize(parallel, {"model_parallelism": {"enable": True}})
-
-
-def test_an_address_is_that_of_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("MASTER_ADDR", "MASTER_PORT"):
-        monkeypatch.setenv(name, "before")
-    try:
-        MPU(1, 1, "127.0.0.2", 29_512)
-        assert (os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]) == ("127.0.0.2", "29512")
-        MPU(1, 1, master_addr="127.0.0.3")
-        assert os.environ["MASTER_ADDR"] == "127.0.0.2"
-    finally:
-        parallel_state.destroy_model_parallel()
 
 
 def test_other_models_are_refused() -> None:

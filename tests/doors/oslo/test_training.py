@@ -14,12 +14,11 @@ from torch.optim.lr_scheduler import LambdaLR
 from transformers import AutoModelForCausalLM, GPT2LMHeadModel
 
 import nxdpp.oslo as oslo
-from nxdpp import GradScaler, gather_state_dict, parallel_state
+from nxdpp import gather_state_dict, parallel_state
 from nxdpp.gradients.gradient_norm import clip_grad_norm
 from nxdpp.ranks.faults import failure_watch
 from tests.doors.oslo.training import (
     LENGTH,
-    MODELS,
     THEIR_CONFIGURATIONS,
     batch,
     distances,
@@ -33,41 +32,31 @@ from tests.support.run_ranks import run_ranks
 from tests.tensor.models.test_type_plans import CONFIGURATIONS
 
 STEPS = range(4)
-FAMILIES = {
-    "albert": "AlbertForMaskedLM",
-    "bart": "BartForConditionalGeneration",
-    "bert": "BertForMaskedLM",
-    "blenderbot": "BlenderbotForConditionalGeneration",
-    "blenderbot-small": "BlenderbotSmallForConditionalGeneration",
-    "electra": "ElectraForMaskedLM",
-    "gpt2": "GPT2LMHeadModel",
-    "gpt_neo": "GPTNeoForCausalLM",
-    "gptj": "GPTJForCausalLM",
-    "roberta": "RobertaForMaskedLM",
-    "t5": "T5ForConditionalGeneration",
-}
+# tests/tensor/models/test_type_plans.py compares the plans of all eleven families.
+FAMILIES = {"albert": "AlbertForMaskedLM", "gptj": "GPTJForCausalLM", "t5": "T5ForConditionalGeneration"}
 
 
 def _config(tensor: int) -> dict[str, Any]:
     return {"model_parallelism": {"enable": True, "tensor_parallel_size": tensor}}
 
 
-def _over_tensor_ranks(rank: int, folder: Path) -> None:
-    for name in MODELS:
-        _check_training(name, folder)
+def _with_replicas(rank: int, folder: Path) -> None:
+    _check_training(folder)
+    parallel_state.destroy_model_parallel()
+    _check_their_configuration(folder / f"{rank}.json")
+
+
+def _over_two_tensor_ranks(rank: int, folder: Path) -> None:
     _check_summed_gradients()
     _check_other_inputs()
     _check_copies()
     _check_families(folder)
     _check_generation()
-    _check_what_takes_the_place_of_sections()
     _check_files(folder)
-    parallel_state.destroy_model_parallel()
-    _check_their_configuration(folder / f"{rank}.json")
 
 
-def _check_training(name: str, folder: Path) -> None:
-    whole, model = MODELS[name](), MODELS[name]()
+def _check_training(folder: Path) -> None:
+    whole, model = gpt2(), gpt2()
     config, kind = model.config, type(model)
     optimizer, reference = Adam(model.parameters(), lr=1e-2), Adam(whole.parameters(), lr=1e-2)
     scheduler = LambdaLR(optimizer, lambda step: 1 / (step + 1))
@@ -103,7 +92,7 @@ def _check_training(name: str, folder: Path) -> None:
         model.resize_token_embeddings(64)
     with pytest.raises(RuntimeError, match="was given to initialize before"):
         oslo.initialize(model, _config(2))
-    stepped = MODELS[name]()
+    stepped = gpt2()
     stepped_optimizer = Adam(stepped.parameters(), lr=1e-2)
     stepped(**inputs).loss.backward()
     stepped_optimizer.step()
@@ -120,9 +109,8 @@ def _check_summed_gradients() -> None:
     model.requires_grad_(True)
     engine = engine_of(model)
     for step in range(2):
-        engine(**batch(step, model.mpu.get_data_parallel_rank())).loss.backward()
-        for replica in range(2):
-            (whole(**batch(step, replica)).loss / 2).backward()
+        engine(**batch(step, 0)).loss.backward()
+        whole(**batch(step, 0)).loss.backward()
     for name, parameter in model.named_parameters():
         expected = whole.get_parameter(name).grad
         if parameter.shape == expected.shape:
@@ -144,103 +132,41 @@ def _check_other_inputs() -> None:
 
 
 def _check_copies() -> None:
-    """Clipping, scaling and dropout of one rank alone are found by a later call."""
-    sentence = r"each tensor rank has a copy of transformer\.\S+, and an optimizer stepped it"
-    for change, remedy in ((_clip_alone, _clip), (_scale_alone, _scale), (_drop_alone, _drop)):
-        with pytest.MonkeyPatch.context() as monkeypatch:
-            # The error would end all ranks.
-            monkeypatch.setattr(failure_watch, "report", lambda error: None)
-            with pytest.raises(RuntimeError, match=sentence):
-                _two_calls(change)
-        _two_calls(remedy)
+    """Clipping by the norm of one rank alone is found by a later call."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        # The error would end all ranks.
+        monkeypatch.setattr(failure_watch, "report", lambda error: None)
+        sentence = r"each tensor rank has a copy of transformer\.\S+, and an optimizer stepped it"
+        with pytest.raises(RuntimeError, match=sentence):
+            _two_calls(torch.nn.utils.clip_grad_norm_)
+    _two_calls(clip_grad_norm)
 
 
-def _two_calls(step: Any) -> None:
-    """Call a tensor-parallel model again after ``step`` has made one or more steps of its optimizer."""
-    torch.manual_seed(0)
+def _two_calls(clip: Any) -> None:
+    """Call a tensor-parallel model again after a step whose gradients ``clip`` has clipped."""
     model = oslo.initialize(gpt2(), _config(2)).train()
-    # Nothing averages over the replicas here: they take the same rows.
-    inputs = batch(0, 0)
-    step(model, SGD(model.parameters(), lr=1e-2), inputs)
-    model(**inputs)
-
-
-def _clip_alone(model: Any, optimizer: Any, inputs: Any) -> None:
-    model(**inputs).loss.backward()
-    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    optimizer = SGD(model.parameters(), lr=1e-2)
+    model(**batch(0, 0)).loss.backward()
+    clip(model.parameters(), 0.1)
     optimizer.step()
-
-
-def _clip(model: Any, optimizer: Any, inputs: Any) -> None:
-    model(**inputs).loss.backward()
-    clip_grad_norm(model.parameters(), 0.1)
-    optimizer.step()
-
-
-def _overflow(model: Any, optimizer: Any, inputs: Any, scaler: Any) -> None:
-    scaler.scale(model(**inputs).loss).backward()
-    if model.mpu.get_tensor_parallel_rank() == 1:
-        model.transformer.h[0].mlp.c_fc.weight.grad[0, 0] = torch.inf
-    scaler.step(optimizer)
-    scaler.update()
-
-
-def _scale_alone(model: Any, optimizer: Any, inputs: Any) -> None:
-    _overflow(model, optimizer, inputs, torch.amp.GradScaler("cpu", init_scale=8.0))
-
-
-def _scale(model: Any, optimizer: Any, inputs: Any) -> None:
-    before = model.transformer.ln_f.bias.clone()
-    _overflow(model, optimizer, inputs, GradScaler(init_scale=8.0))
-    assert torch.equal(model.transformer.ln_f.bias, before)
-
-
-def _drop_alone(model: Any, optimizer: Any, inputs: Any) -> None:
-    _seed(model, torch.distributed.get_rank() % 2)
-    model(**inputs).loss.backward()
-    optimizer.step()
-
-
-def _drop(model: Any, optimizer: Any, inputs: Any) -> None:
-    _seed(model, 0)
-    model(**inputs).loss.backward()
-    optimizer.step()
-
-
-def _seed(model: Any, number: int) -> None:
-    model.transformer.drop.p = 0.3
-    torch.manual_seed(number)
+    model(**batch(0, 0))
 
 
 def _check_families(folder: Path) -> None:
-    """OSLO's eleven families: the loss, and the merged bits."""
+    """Families of OSLO: the loss, and the merged bits."""
     for model_type, class_name in FAMILIES.items():
         kind = getattr(transformers, class_name)
         config, sizes = CONFIGURATIONS[model_type]
         torch.manual_seed(0)
         whole = kind(getattr(transformers, config)(**sizes)).eval()
         model = oslo.initialize(copy.deepcopy(whole), _config(2))
-        ids = batch(0, model.mpu.get_data_parallel_rank())["input_ids"].clamp(min=3)
+        ids = batch(0, 0)["input_ids"].clamp(min=3)
         loss = engine_of(model)(input_ids=ids, labels=ids).loss
         loss.backward()
         assert float(loss.detach()) == pytest.approx(float(whole(input_ids=ids, labels=ids).loss.detach()), abs=1e-5)
         model.save_parallelized(folder / model_type, merge_checkpoints=True)
         loaded = kind.from_pretrained(folder / model_type).state_dict()
         assert all(distance == 0 for _, distance in distances(loaded, whole.state_dict())), model_type
-
-
-def _check_what_takes_the_place_of_sections() -> None:
-    """Calls that the refusals of ``activation_checkpointing`` and ``kernel_fusion`` name give equal gradients."""
-    gradients = []
-    for prepare in (None, "gradient_checkpointing_enable", "compile"):
-        model = oslo.initialize(gpt2(), _config(2)).train()
-        if prepare:
-            getattr(model, prepare)(**{"backend": "eager"} if prepare == "compile" else {})
-        model(**batch(0, 0)).loss.backward()
-        gradients.append([parameter.grad for parameter in model.parameters()])
-    for plain, recomputed, compiled in zip(*gradients, strict=True):
-        assert torch.equal(recomputed, plain)
-        assert torch.equal(compiled, plain)
 
 
 def _check_their_configuration(path: Path) -> None:
@@ -360,4 +286,8 @@ def _check_refused_files(model: Any, parts: Path, merged: Path, folder: Path) ->
 
 
 def test_tensor_parallelism_with_replicas(tmp_path: Path) -> None:
-    run_ranks(4, _over_tensor_ranks, tmp_path)
+    run_ranks(4, _with_replicas, tmp_path)
+
+
+def test_two_tensor_ranks_compute_generate_and_save_as_one_process(tmp_path: Path) -> None:
+    run_ranks(2, _over_two_tensor_ranks, tmp_path)

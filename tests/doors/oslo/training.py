@@ -1,12 +1,12 @@
 """Training of a tiny model by the loop of OSLO's tutorial, and the same training of the whole model by one process."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel, Qwen3Config, Qwen3ForCausalLM
+from transformers import GPT2Config, GPT2LMHeadModel, Qwen3Config, Qwen3ForCausalLM
 
 VOCABULARY, ROWS, LENGTH = 32, 4, 8
 
@@ -17,19 +17,6 @@ def gpt2(**changes: Any) -> Any:
     sizes: dict[str, Any] = {"n_layer": 4, "n_embd": 16, "n_head": 4, "vocab_size": VOCABULARY, "n_positions": LENGTH}
     rates: dict[str, Any] = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
     return GPT2LMHeadModel(GPT2Config(**sizes | rates | changes, bos_token_id=1, eos_token_id=2))
-
-
-def bert() -> Any:
-    """A BERT of four layers without dropout, which does not use its pooler."""
-    torch.manual_seed(0)
-    sizes: dict[str, Any] = {
-        "hidden_size": 16,
-        "intermediate_size": 24,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 4,
-    }
-    rates: dict[str, Any] = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-    return BertForMaskedLM(BertConfig(vocab_size=VOCABULARY, max_position_embeddings=LENGTH, **sizes, **rates))
 
 
 def qwen3() -> Any:
@@ -87,7 +74,6 @@ def distances(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor])
         yield name, float((tensor.cpu() - expected[name].cpu()).abs().max())
 
 
-MODELS: dict[str, Callable[[], Any]] = {"gpt2": gpt2, "bert": bert}
 _PARALLELISM = {"enable": True, "tensor_parallel_size": 4}
 _CHECKPOINTING = ("cpu_checkpointing", "partitioned_checkpointing", "contiguous_checkpointing")
 THEIR_CONFIGURATIONS: dict[str, dict[str, Any]] = {

@@ -1,18 +1,17 @@
 """Each field of ``TrainingArguments`` is in one table, and a field that is not honoured is refused by name."""
 
 import dataclasses
-import subprocess
 import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from accelerate.state import AcceleratorState
 from torch import nn
 from transformers import Trainer, TrainingArguments
 
+from nxdpp import integrations
 from nxdpp.doors.transformers import arguments, checks
 from nxdpp.integrations import PipelineTrainer
 from tests.support.models import llama
@@ -59,13 +58,13 @@ def test_the_defaults_are_taken(make: Any) -> None:
     arguments.check_replicas(make(), 2)
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_a_field_is_refused_by_name(name: str, make: Any) -> None:
-    args = make()
-    # Some values are refused by TrainingArguments itself without their library or device.
-    setattr(args, name, REFUSED[name])
-    with pytest.raises(ValueError, match=rf"PipelineTrainer cannot honour {name}=.*\. ?"):
-        arguments.check_arguments(args)
+def test_fields_are_refused_by_name(make: Any) -> None:
+    for name, value in REFUSED.items():
+        args = make()
+        # Some values are refused by TrainingArguments itself without their library or device.
+        setattr(args, name, value)
+        with pytest.raises(ValueError, match=rf"PipelineTrainer cannot honour {name}=.*\. ?"):
+            arguments.check_arguments(args)
 
 
 def test_a_field_of_a_newer_transformers_is_refused(make: Any) -> None:
@@ -85,7 +84,6 @@ def test_a_field_of_a_newer_transformers_is_refused(make: Any) -> None:
         ({"optim": "lomo"}, "optim='lomo': a rank has some layers only. It takes adafactor, adagrad, adamw_torch, "),
         ({"train_sampling_strategy": "batch_rebalance"}, "batch_rebalance.*Use 'group_by_length'"),
         ({"accelerator_config": {"split_batches": True}}, "accelerator_config: split_batches=True"),
-        ({"accelerator_config": {"dispatch_batches": True}}, "accelerator_config: dispatch_batches=True"),
         ({"output_dir": "s3://bucket/run"}, "'s3://bucket/run' is not on a file system"),
     ],
 )
@@ -109,19 +107,11 @@ def test_replicas_refuse_by_name(given: dict[str, Any], message: str, make: Any)
         arguments.check_replicas(args, 2)
 
 
-@pytest.mark.parametrize("field", ["torch_compile_mode", "torch_compile_backend"])
-def test_compile_options_are_refused_as_by_torch(field: str, make: Any) -> None:
-    with pytest.raises(ValueError, match=r"(mode='max-autotune' replays CUDA graphs|Invalid backend)"):
-        arguments.check_arguments(make(**{field: "max-autotune"}))
-
-
 def test_a_trainer_compiles_the_layers(make: Any) -> None:
     AcceleratorState._reset_state(reset_partial_state=True)
-    rows = [{"input_ids": torch.arange(8), "labels": torch.arange(8)}] * 2
-    trainer = PipelineTrainer(llama(2), make(max_steps=1, torch_compile_backend="eager"), train_dataset=rows)
+    trainer = PipelineTrainer(llama(2), make(max_steps=1, torch_compile_backend="eager"))
     layers = [module for name, module in trainer.pipelined.named_modules() if name in trainer.pipelined.layers]
     assert [layer._compiled_call_impl is not None for layer in layers] == [True, True]
-    assert trainer.train().global_step == 1
     AcceleratorState._reset_state(reset_partial_state=True)
 
 
@@ -139,16 +129,12 @@ class OwnLoss(PipelineTrainer):
         (OwnLoss, {}, "OwnLoss has a compute_loss of its own, which a pipeline does not call"),
         (PipelineTrainer, {"pipeline_arguments": {"grad_scaler": None}}, "the trainer sets grad_scaler itself"),
         (PipelineTrainer, {"pipeline_arguments": {"schedule": "gpipe"}}, "give schedule to PipelineTrainer itself"),
-        (PipelineTrainer, {"pipeline_arguments": {"loss_fn": len}}, "cannot honour loss_fn of pipeline_arguments"),
-        (PipelineTrainer, {"pipeline_arguments": {"split_inputs_fn": len}}, "cannot honour split_inputs_fn"),
         (
             PipelineTrainer,
             {"pipeline_arguments": {"output_loss_value_spec": (False, True)}},
             "Trainer reads the loss as 'loss' of a dict, or as the first value of a tuple",
         ),
         (PipelineTrainer, {"num_microbatches": 3}, "=3 must be a multiple of gradient_accumulation_steps=2"),
-        (PipelineTrainer, {"num_microbatches": 0}, "num_microbatches=0 must be a whole number of at least 1"),
-        (PipelineTrainer, {"most_tokens": 0}, "most_tokens=0 must be a whole number of tokens"),
         (PipelineTrainer, {"most_tokens": 9, "num_microbatches": 4}, "=4 and most_tokens=9 exclude each other"),
     ],
 )
@@ -172,7 +158,9 @@ def test_a_loss_that_parts_of_a_batch_would_change_is_refused() -> None:
         checks.check_split(True, model, is_divided=True)
 
 
-def test_without_accelerate_the_extra_is_named() -> None:
-    program = "import sys; sys.modules['accelerate'] = None; import nxdpp.integrations as i; i.PipelineTrainer"
-    process = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
-    assert "pip install -c constraints.txt '.[trainer]'" in process.stderr
+def test_without_accelerate_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "accelerate.utils.memory", None)  # as if it were not installed
+    monkeypatch.delitem(sys.modules, "nxdpp.doors.transformers.trainer")
+    monkeypatch.delattr("nxdpp.doors.transformers.trainer")
+    with pytest.raises(ImportError, match=r"pip install -c constraints\.txt '\.\[trainer\]'"):
+        _ = integrations.PipelineTrainer

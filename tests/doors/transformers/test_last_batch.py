@@ -16,25 +16,6 @@ def replicas(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parallel_state, "get_data_parallel_rank", lambda: 0)
 
 
-def test_rows_that_fill_are_cut_off() -> None:
-    batch = {"input_ids": TOKENS, "labels": torch.tensor([3, 1, 2, 3])}
-    last = LastBatch.of(batch, 3)
-    assert last == LastBatch(rows=3, size=4, total=3)
-    assert last is not None
-    assert [len(value) for value in last.own(batch).values()] == [3, 3]
-
-
-def test_beside_images_the_rows_that_fill_have_no_labels() -> None:
-    batch = {"input_ids": TOKENS, "labels": TOKENS, "pixel_values": torch.ones(2, 3, 8, 8)}
-    last = LastBatch.of(batch, 3)
-    assert last is not None
-    own = last.own(batch)
-    assert torch.equal(own["labels"][:3], TOKENS[:3])
-    assert own["labels"][3].eq(-100).all()
-    assert own["pixel_values"] is batch["pixel_values"]
-    assert torch.equal(batch["labels"], TOKENS)
-
-
 def test_images_beside_labels_of_rows_are_refused() -> None:
     for labels in (torch.tensor([3, 1, 2, 3]), torch.ones(4)):
         batch = {"input_ids": TOKENS, "labels": labels, "pixel_values": torch.ones(2, 3, 8, 8)}

@@ -22,31 +22,19 @@ def _next_token(inputs: dict[str, Any]) -> dict[str, Any]:
     return inputs
 
 
-class ChangedEvaluations(Trainer):
-    """Changes the batch of an evaluation, and runs it twice."""
+class Own(Trainer):
+    """Changes the batches of steps and of evaluations, which it runs twice, and makes its own optimizer."""
 
     def prediction_step(self, model: nn.Module, inputs: dict[str, Any], *others: Any, **named: Any) -> Any:
         super().prediction_step(model, inputs, *others, **named)
         return super().prediction_step(model, _next_token(inputs), *others, **named)
 
-
-class OwnBatches(Trainer):
-    """Changes the batches of an optimizer step."""
-
     def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device) -> Any:
         batches, items = super().get_batch_samples(epoch_iterator, num_batches, device)
         return [_next_token(dict(batch)) for batch in batches], items
 
-
-class OwnOperations(Trainer):
-    """Counts operations itself."""
-
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
         return 100
-
-
-class OwnOptimizer(Trainer):
-    """Makes its optimizer of the whole model."""
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         assert isinstance(self.model, nn.Module)
@@ -68,26 +56,17 @@ class EndOfEpoch(TrainerCallback):
         control.should_epoch_stop = True
 
 
-HONOURED: dict[str, tuple[type[Trainer], Training]] = {
-    "evaluations": (ChangedEvaluations, Training({**EVALUATED, "max_steps": 2}, given={"eval_dataset": Rows(7)})),
-    "batches": (OwnBatches, Training({"max_steps": 2}, model=mean_of_batches)),
-    "operations": (OwnOperations, Training({"max_steps": 2})),
-    "optimizer": (OwnOptimizer, Training({"max_steps": 2, "save_strategy": "steps", "save_steps": 1})),
-    "tokens of this rank": (Trainer, Training({"max_steps": 2, "average_tokens_across_devices": False})),
-}
-
-
-def _trained(name: str, base: type[Trainer], folder: Path) -> Logs:
-    mixin, training = HONOURED[name]
-    bases = (base,) if mixin is Trainer else (mixin, base)
-    trainer = training.trainer(type("Own", bases, {}), folder / name)
+def _trained(base: type[Trainer], folder: Path) -> Logs:
+    args = {**EVALUATED, "max_steps": 2, "save_strategy": "steps", "save_steps": 1}
+    training = Training(args, model=mean_of_batches, given={"eval_dataset": Rows(7)})
+    trainer = training.trainer(Own if base is Trainer else type("Both", (Own, base), {}), folder)
     trainer.train()
     return trainer.state.log_history
 
 
-def train(rank: int, folder: Path) -> dict[str, Logs]:
-    logs = {name: _trained(name, PipelineTrainer, folder) for name in HONOURED}
-    changed = Training().trainer(type("Own", (ChangedBatch, PipelineTrainer), {}), folder)
+def train(rank: int, folder: Path) -> Logs:
+    logs = _trained(PipelineTrainer, folder / "own")
+    changed = Training().trainer(type("Both", (ChangedBatch, PipelineTrainer), {}), folder)
     with pytest.raises(ValueError, match="training_step was given another batch than"):
         changed.train()
     ended = Training(given={"callbacks": [EndOfEpoch()]}).trainer(PipelineTrainer, folder)
@@ -101,13 +80,7 @@ def train(rank: int, folder: Path) -> dict[str, Logs]:
     return logs
 
 
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Logs]]:
-    return run_ranks(2, train, tmp_path_factory.mktemp("overrides"))
-
-
-@pytest.mark.parametrize("name", HONOURED)
-def test_an_override_is_honoured(name: str, ranks: list[dict[str, Logs]], tmp_path: Path) -> None:
-    expected = _trained(name, Trainer, tmp_path)
-    for logs in ranks:
-        assert_alike(logs[name], expected)
+def test_an_override_is_honoured(tmp_path: Path) -> None:
+    expected = _trained(Trainer, tmp_path / "one")
+    for logs in run_ranks(2, train, tmp_path):
+        assert_alike(logs, expected)

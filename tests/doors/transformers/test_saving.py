@@ -23,7 +23,7 @@ from nxdpp import parallel_state
 from nxdpp.integrations import PipelineTrainer
 from tests.doors.transformers.test_trainer import TIMES, Logs, assert_alike
 from tests.doors.transformers.trainings import Rows, Training, padded
-from tests.support.models import gpt2
+from tests.support.models import gpt2, llama
 from tests.support.run_ranks import run_ranks
 
 SAVED = {"num_train_epochs": 2, "save_strategy": "steps", "save_steps": 2, "eval_strategy": "steps", "eval_steps": 2}
@@ -36,14 +36,14 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 def saved(callbacks: list[TrainerCallback] | None = None, **args: Any) -> Training:
     given = {"processing_class": tokenizer(), "data_collator": padded, "eval_dataset": Rows(7), "callbacks": callbacks}
-    return Training({**SAVED, **args}, given=given)
+    return Training({**SAVED, **args}, model=llama, given=given)
 
 
 def with_dropout(**args: Any) -> Training:
     """Its sampler draws the order of an epoch from torch's global generator, as dropout does."""
     given = {"data_collator": padded, "eval_dataset": Rows(7)}
     order = {"accelerator_config": {"use_seedable_sampler": False}}
-    return Training({**SAVED, **order, **args}, model=lambda: gpt2(4, dropout=0.1), given=given)
+    return Training({**SAVED, **order, **args}, model=lambda: gpt2(2, dropout=0.1), given=given)
 
 
 class Saved(NamedTuple):

@@ -1,9 +1,8 @@
 """Losses, norms, learning rates and evaluations of ``PipelineTrainer`` are those of ``Trainer`` in one process."""
 
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Mapping
 from contextlib import redirect_stdout
 from dataclasses import replace
-from functools import cache
 from io import StringIO
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -16,7 +15,7 @@ from transformers import Trainer
 from nxdpp import parallel_state, tensor_parallelize
 from nxdpp.gradients.shards.local_tensors import is_sharded
 from nxdpp.integrations import PipelineTrainer
-from tests.doors.transformers.trainings import IMAGES_OF_CLASSES, REPLICATED, SHORT, TRAININGS, WITH_DROPOUT, Training
+from tests.doors.transformers.trainings import ADAPTED, LAYERS, LONE, REPLICATED, STAGES, WITH_DROPOUT, Training
 from tests.support.models import tied_llama
 from tests.support.run_ranks import run_ranks
 
@@ -24,21 +23,7 @@ TOLERANCE = 1e-6
 # Times, and figures made of them.
 TIMES = ("runtime", "per_second")
 
-MORE = (
-    *("mean of batches", "clipped, cosine", "metrics", "stream", "images of classes", *SHORT),
-    *("padded", "images in some rows", "budget of tokens", "metrics of batches", "images of internvl"),
-    *("images of idefics3", "shuffled by torch"),
-)
-"""Trainings of two stages in the sweep: two replicas run them."""
-LONE = (*SHORT, "images of classes")
-"""Trainings that replicas of one stage run too."""
-MORE_REPLICATED = ("accumulated", "bfloat16", "classes")
-
 Logs = list[dict[str, float]]
-
-
-def marked(names: Iterable[str], more: Container[str]) -> list[Any]:
-    return [pytest.param(name, marks=pytest.mark.sweep if name in more else ()) for name in names]
 
 
 class Run(NamedTuple):
@@ -48,21 +33,18 @@ class Run(NamedTuple):
     printed: str
 
 
-def train(rank: int, folder: Path, names: list[str], replicas: int, stages: int = 2) -> dict[str, Run]:
-    trainings = {**TRAININGS, "dropout": WITH_DROPOUT}
-    runs = {name: _run(trainings[name], folder / name, replicas, pipeline_parallel_size=stages) for name in names}
-    if replicas > 1:
-        filled: Any = IMAGES_OF_CLASSES.trainer(PipelineTrainer, folder / "filled", pipeline_parallel_size=stages)
-        with pytest.raises(ValueError, match=r"'pixel_values': 4.*count twice\. Set dataloader_drop_last=True"):
-            filled.train()
-        assert not filled.state.log_history
-    return runs
+def train(rank: int, folder: Path) -> dict[str, Run]:
+    """Train two stages, and then two replicas of one stage."""
+    staged = {**STAGES, "dropout": WITH_DROPOUT}
+    runs = {name: _run(each, folder / name, pipeline_parallel_size=2) for name, each in staged.items()}
+    parallel_state.destroy_model_parallel()
+    return runs | {name: _run(each, folder / name, pipeline_parallel_size=1) for name, each in LONE.items()}
 
 
-def _run(training: Training, folder: Path, *others: Any, **pipeline: Any) -> Run:
+def _run(training: Training, folder: Path, **pipeline: Any) -> Run:
     text = StringIO()
     with redirect_stdout(text):
-        trainer: Any = training.trainer(PipelineTrainer, folder, *others, **pipeline)
+        trainer: Any = training.trainer(PipelineTrainer, folder, **pipeline)
         trainer.train()
     weights = list(trainer.pipelined.local_parameters())
     assert all(map(is_sharded, weights)) == any(map(is_sharded, weights)) == bool(trainer.args.fsdp)
@@ -73,10 +55,10 @@ def sharded(training: Training, **config: Any) -> Training:
     return replace(training, args={**training.args, "fsdp": True, "fsdp_config": config})
 
 
+# What one process trains, and the words of the shards.
 SHARDED = {
-    "evaluated": sharded(TRAININGS["evaluated"], cpu_offload=True),
-    "accumulated": sharded(TRAININGS["accumulated"], reshard_after_forward=False),
-    "adapted": sharded(TRAININGS["adapted"], activation_checkpointing=True),
+    "evaluated": (STAGES["evaluated"], {"cpu_offload": True}),
+    "adapted": (ADAPTED, {"activation_checkpointing": True, "reshard_after_forward": False}),
 }
 
 
@@ -91,74 +73,57 @@ class OwnLoaders(PipelineTrainer):
         return self.get_train_dataloader()
 
 
-def train_replicas(rank: int, folder: Path, names: list[str]) -> dict[str, Run]:
-    runs = train(rank, folder, names, 2)
+def train_replicas(rank: int, folder: Path) -> dict[str, Run]:
+    runs = {name: _run(each, folder / name, pipeline_parallel_size=2) for name, each in REPLICATED.items()}
     own = Training().trainer(OwnLoaders, folder / "own", pipeline_parallel_size=2)
     for call in (own.train, own.evaluate):
         with pytest.raises(ValueError, match=r"to each of 2 data-parallel replicas\. Return self.accelerator.prepare"):
             call()
-    for name in SHARDED:
-        runs[f"{name}, sharded"] = _run(SHARDED[name], folder / "shards" / name, 2, pipeline_parallel_size=2)
+    for name, (training, config) in SHARDED.items():
+        sharded = replace(training, args={**training.args, "fsdp": True, "fsdp_config": config})
+        runs[f"{name}, sharded"] = _run(sharded, folder / "shards" / name, pipeline_parallel_size=2)
     parallel_state.destroy_model_parallel()
     parallel_state.initialize_model_parallel(2, 2)
-    divided = replace(TRAININGS["evaluated"], model=lambda: tensor_parallelize(tied_llama()))
+    divided = replace(STAGES["evaluated"], model=lambda: tensor_parallelize(tied_llama(LAYERS)))
     runs["divided"] = _run(divided, folder / "divided")
     return runs
 
 
 @pytest.fixture(scope="module")
-def one_pipeline(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[Mapping[str, Run]]:
-    names = [*asked(request, TRAININGS), "dropout"]
-    return run_ranks(2, train, tmp_path_factory.mktemp("pipeline"), names, 1)
+def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Mapping[str, Run]]:
+    return run_ranks(2, train, tmp_path_factory.mktemp("pipeline"))
 
 
 @pytest.fixture(scope="module")
-def two_replicas(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[Mapping[str, Run]]:
-    names = [*dict.fromkeys(["metrics", *asked(request, REPLICATED)])]
-    return run_ranks(4, train_replicas, tmp_path_factory.mktemp("replicas"), names)
+def two_replicas(tmp_path_factory: pytest.TempPathFactory) -> list[Mapping[str, Run]]:
+    return run_ranks(4, train_replicas, tmp_path_factory.mktemp("replicas"))
 
 
-@pytest.fixture(scope="module")
-def lone_stages(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[Mapping[str, Run]]:
-    return run_ranks(2, train, tmp_path_factory.mktemp("lone"), asked(request, LONE), 2, 1)
-
-
-def asked(request: pytest.FixtureRequest, names: Iterable[str]) -> list[str]:
-    """The trainings that tests with the fixture compare in this run."""
-    asked = {
-        item.callspec.params.get("name")
-        for item in request.session.items
-        if isinstance(item, pytest.Function) and request.fixturename in item.fixturenames and hasattr(item, "callspec")
-    }
-    return [name for name in names if name in asked]
-
-
-@pytest.mark.parametrize("name", marked(TRAININGS, MORE))
-def test_two_stages_train_as_one_process(name: str, one_pipeline: list[Mapping[str, Run]]) -> None:
-    expected = _in_one_process(name)
-    for runs in one_pipeline:
+@pytest.mark.parametrize("name", STAGES)
+def test_two_stages_train_as_one_process(name: str, two_ranks: list[Mapping[str, Run]]) -> None:
+    expected = _in_one_process(STAGES[name])
+    for runs in two_ranks:
         assert_alike(runs[name].logs, expected)
 
 
-@pytest.mark.parametrize("name", marked(REPLICATED, MORE_REPLICATED))
+@pytest.mark.parametrize("name", REPLICATED)
 def test_replicas_train_as_one_process(name: str, two_replicas: list[Mapping[str, Run]]) -> None:
-    assert_replicas_alike(name, two_replicas)
+    expected = _in_one_process(REPLICATED[name], 2)
+    for runs in two_replicas:
+        assert_alike(runs[name].logs, expected)
 
 
 @pytest.mark.parametrize("name", LONE)
-def test_replicas_of_one_stage_train_as_one_process(name: str, lone_stages: list[Mapping[str, Run]]) -> None:
-    assert_replicas_alike(name, lone_stages)
-
-
-def assert_replicas_alike(name: str, of_ranks: list[Mapping[str, Run]]) -> None:
+def test_replicas_of_one_stage_train_as_one_process(name: str, two_ranks: list[Mapping[str, Run]]) -> None:
+    expected = _in_one_process(LONE[name], 2)
     # Rows that fill a batch may be the longest ones, which pad it: the counter has the operations of the padding.
     unlike = "total_flos" if name == "19 rows, padded" else "nothing"
-    for runs in of_ranks:
-        assert_alike(*(without(unlike, logs) for logs in (runs[name].logs, _in_one_process(name, 2))))
+    for runs in two_ranks:
+        assert_alike(*(without(unlike, logs) for logs in (runs[name].logs, expected)))
 
 
-def test_rank_0_orders_the_rows_of_stages_with_dropout(one_pipeline: list[Mapping[str, Run]]) -> None:
-    first, second = (runs["dropout"].logs for runs in one_pipeline)
+def test_rank_0_orders_the_rows_of_stages_with_dropout(two_ranks: list[Mapping[str, Run]]) -> None:
+    first, second = (runs["dropout"].logs for runs in two_ranks)
     assert sum("loss" in each for each in first) == 6
     assert_alike(second, first)
 
@@ -179,22 +144,21 @@ def test_rank_0_alone_prints(two_replicas: list[Mapping[str, Run]]) -> None:
 
 
 def test_a_divided_model_trains_as_one_process(two_replicas: list[Mapping[str, Run]]) -> None:
-    expected = _in_one_process("evaluated")
+    expected = _in_one_process(STAGES["evaluated"])
     for runs in two_replicas:
         assert_alike(runs["divided"].logs, expected)
 
 
-@pytest.mark.parametrize("shards", SHARDED)
-def test_shards_train_as_one_process(shards: str, two_replicas: list[Mapping[str, Run]]) -> None:
-    expected = _in_one_process(shards, 2)
+@pytest.mark.parametrize("name", SHARDED)
+def test_shards_train_as_one_process(name: str, two_replicas: list[Mapping[str, Run]]) -> None:
+    expected = _in_one_process(SHARDED[name][0], 2)
     for runs in two_replicas:
-        assert_alike(runs[f"{shards}, sharded"].logs, expected)
+        assert_alike(runs[f"{name}, sharded"].logs, expected)
 
 
-@cache
-def _in_one_process(name: str, replicas: int = 1) -> Logs:
+def _in_one_process(training: Training, replicas: int = 1) -> Logs:
     with TemporaryDirectory() as folder:
-        trainer = TRAININGS[name].trainer(Trainer, Path(folder), replicas)
+        trainer = training.trainer(Trainer, Path(folder), replicas)
         trainer.train()
     return trainer.state.log_history
 

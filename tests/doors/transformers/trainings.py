@@ -2,7 +2,7 @@
 
 import random
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from transformers import LlamaForSequenceClassification, Trainer, TrainingArgume
 from tests.support.models import VOCABULARY, gpt2, llama, tied_llama
 from tests.support.vision_language import IMAGE, SIDE, START, make_vision_language, pixels
 
-LAYERS = 4
+LAYERS = 2
 
 
 class Rows(Dataset[dict[str, torch.Tensor]]):
@@ -63,7 +63,7 @@ class Classes(Rows):
         return {"input_ids": self.rows[index], "labels": torch.tensor(index % 3)}
 
 
-IMAGE_TOKENS = {"llava": 16, "internvl": 4, "qwen2_vl": 4, "idefics3": 4}
+IMAGE_TOKENS = {"llava": 16, "qwen2_vl": 4}
 
 
 class SomeImages(Rows):
@@ -85,57 +85,17 @@ class SomeImages(Rows):
         if self.model == "qwen2_vl":
             row["mm_token_type_ids"] = (ids == IMAGE).int()
             images = {"pixel_values": pixels(16, 96), "image_grid_thw": torch.tensor([[1, 4, 4]])}
-        elif self.model == "idefics3":
-            # A place for an image in each row.
-            return row | {"pixel_values": pixels(1, 3, SIDE, SIDE) * has_image * (1 + index / 8)}
         else:
             images = {"pixel_values": pixels(3, SIDE, SIDE) * (1 + index / 8)}
         return row | images if has_image else row
 
 
 def with_images(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """Rows (B, T), and the images of those that have one, or places for them if a row has any."""
+    """Rows (B, T), and the images of those that have one."""
     names = {name for row in rows for name in row}
     given = {name: [row[name] for row in rows if name in row] for name in sorted(names)}
     # Patches and sizes of images have the dimension of the images themselves.
-    batch = {name: torch.cat(own) if own[0].ndim == 2 else torch.stack(own) for name, own in given.items()}
-    return {name: value for name, value in batch.items() if name != "pixel_values" or value.any()}
-
-
-class ClassesOfImages(Rows):
-    """Rows of tokens with two images each, as vectors, and a class."""
-
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        ids = 10 + self.rows[index] % 40
-        ids[2:4] = IMAGE
-        return {"input_ids": ids, "labels": torch.tensor(index % 3), "pixel_values": pixels(2, 8) * (1 + index)}
-
-
-class ImageLayer(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(8, 8)
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        return torch.tanh(self.linear(hidden))
-
-
-class ImageClassifier(nn.Module):
-    """Classes of rows with images, whose loss is a mean over rows."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(VOCABULARY, 8)
-        self.layers = nn.ModuleList(ImageLayer() for _ in range(LAYERS))
-        self.head = nn.Linear(8, 3)
-
-    def forward(self, input_ids: torch.Tensor, pixel_values: torch.Tensor, labels: torch.Tensor) -> dict[str, Any]:
-        hidden = self.embed(input_ids)
-        hidden = hidden.masked_scatter((input_ids == IMAGE)[..., None].expand_as(hidden), pixel_values)
-        for layer in self.layers:
-            hidden = layer(hidden)
-        logits = self.head(hidden.mean(1))
-        return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
+    return {name: torch.cat(own) if own[0].ndim == 2 else torch.stack(own) for name, own in given.items()}
 
 
 def vision_language(name: str = "llava") -> nn.Module:
@@ -155,6 +115,10 @@ def classifier() -> nn.Module:
     config.num_labels = 3
     torch.manual_seed(0)
     return LlamaForSequenceClassification(config)
+
+
+def small_llama() -> nn.Module:
+    return llama(LAYERS)
 
 
 def mean_of_batches() -> nn.Module:
@@ -184,7 +148,7 @@ class Training:
     """
 
     args: Mapping[str, Any] = field(default_factory=dict)
-    model: Callable[[], nn.Module] = llama
+    model: Callable[[], nn.Module] = small_llama
     given: Mapping[str, Any] = field(default_factory=dict)
     pipeline: Mapping[str, Any] = field(default_factory=dict)
     replicated: str = "gradient_accumulation_steps"
@@ -255,86 +219,42 @@ def first_logits(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 
 EVALUATED = {"eval_strategy": "steps", "eval_steps": 2}
 TWO_EPOCHS = {"num_train_epochs": 2}
-TRAININGS = {
-    "accumulated": Training(TWO_EPOCHS),
-    "clipped, cosine": Training(
-        {"max_grad_norm": 0.3, "lr_scheduler_type": "cosine", "logging_steps": 4},
-        replicated="per_device_train_batch_size",
-    ),
-    "bfloat16": Training({"bf16": True, "max_grad_norm": 0.0}),
-    "padded": Training(
-        {**TWO_EPOCHS, "train_sampling_strategy": "group_by_length", "gradient_accumulation_steps": 3},
-        given={"data_collator": padded, "train_dataset": Rows(20, 5, 14)},
-    ),
+STAGES = {
     "evaluated": Training(
         {**EVALUATED, "logging_strategy": "epoch", "include_num_input_tokens_seen": "all"},
         model=partial(tied_llama, LAYERS),
         given={"eval_dataset": Rows(7, seed=1)},
     ),
-    "metrics": Training(
-        {**EVALUATED, "include_for_metrics": ["inputs", "loss"], "eval_on_start": True},
-        model=partial(gpt2, LAYERS),
-        given={
-            "eval_dataset": Rows(11, seed=1),
-            "compute_metrics": compute_metrics,
-            "preprocess_logits_for_metrics": first_logits,
-        },
-    ),
-    "stream": Training({"max_steps": 4}, given={"train_dataset": Stream(20)}),
-    "mean of batches": Training(model=mean_of_batches),
-    "classes": Training(
-        {"gradient_accumulation_steps": 2},
-        model=classifier,
-        given={"train_dataset": Classes(20)},
-        replicated="per_device_train_batch_size",
-    ),
-    "recomputed": Training({"activation_checkpointing": True, "max_steps": 3}),
-    "adapted": Training({"max_steps": 4, **EVALUATED}, model=adapted, given={"eval_dataset": Rows(7, seed=1)}),
-    "split": Training(
-        {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 4, "dataloader_drop_last": True},
+    "bfloat16": Training({"bf16": True, "max_grad_norm": 0.0}),
+    "split, given optimizer": Training(
+        {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 4, "max_steps": 3},
+        model=llama,
+        given={"optimizers": followed_optimizers},
         pipeline={"num_microbatches": 8, "schedule": "zb-v"},
     ),
-    "given optimizer": Training({"max_steps": 5}, given={"optimizers": followed_optimizers}),
-    "interleaved": Training(
-        {"gradient_accumulation_steps": 2, "max_steps": 4, "optim": "adafactor"},
-        pipeline={"virtual_pipeline_size": 2},
-    ),
-    "plateau": Training(
-        {**TWO_EPOCHS, "lr_scheduler_type": "reduce_lr_on_plateau", "eval_strategy": "epoch", "optim": "rmsprop"},
-        given={"eval_dataset": Rows(7, seed=1)},
-    ),
-    "metrics of batches": Training(
-        {**EVALUATED, "batch_eval_metrics": True},
-        given={"eval_dataset": Rows(7, seed=1), "compute_metrics": BatchMetrics()},
-    ),
-    "some recomputed": Training(
+    "interleaved, some recomputed": Training(
         {
             "activation_checkpointing": True,
             "activation_checkpointing_kwargs": {"every_n_layers": 2},
-            "optim": "adagrad",
+            "gradient_accumulation_steps": 2,
             "max_steps": 3,
-        }
+            "optim": "adafactor",
+        },
+        model=llama,
+        pipeline={"virtual_pipeline_size": 2},
     ),
-    "images in some rows": Training(
-        {**EVALUATED, "remove_unused_columns": False},
-        model=vision_language,
-        given={"train_dataset": SomeImages(20), "eval_dataset": SomeImages(7, 1), "data_collator": with_images},
+    "plateau, metrics of batches": Training(
+        {
+            **TWO_EPOCHS,
+            "lr_scheduler_type": "reduce_lr_on_plateau",
+            "eval_strategy": "epoch",
+            "optim": "rmsprop",
+            "batch_eval_metrics": True,
+        },
+        given={"eval_dataset": Rows(7, seed=1), "compute_metrics": BatchMetrics()},
     ),
-    **{
-        f"images of {name}": Training(
-            {"remove_unused_columns": False, "max_steps": 2},
-            model=partial(vision_language, name),
-            given={"train_dataset": SomeImages(20, model=name), "data_collator": with_images},
-        )
-        for name in ("internvl", "qwen2_vl", "idefics3")
-    },
-    "budget of tokens": Training(
-        {**EVALUATED, "per_device_train_batch_size": 5, "gradient_accumulation_steps": 2},
-        given={"data_collator": padded, "train_dataset": Rows(20, 5, 14), "eval_dataset": Rows(7, seed=1)},
-        pipeline={"most_tokens": 30},
-    ),
-    "shuffled by torch": Training({**TWO_EPOCHS, "accelerator_config": {"use_seedable_sampler": False}}),
 }
+"""Trainings of two stages."""
 WITH_DROPOUT = Training(
     {
         **TWO_EPOCHS,
@@ -347,22 +267,53 @@ WITH_DROPOUT = Training(
 )
 """A training whose stages draw other numbers; rank 0 orders the rows of all."""
 
-SHORT = {
-    "11 rows": Training(
-        {**EVALUATED, "gradient_accumulation_steps": 2, **TWO_EPOCHS},
-        given={"train_dataset": Rows(11), "eval_dataset": Rows(7, seed=1)},
-    ),
+
+def _without_last_images(model: str) -> Training:
+    return Training(
+        {**TWO_EPOCHS, "remove_unused_columns": False, "train_sampling_strategy": "sequential"},
+        model=partial(vision_language, model),
+        given={"train_dataset": SomeImages(21, model=model, last=16), "data_collator": with_images},
+        replicated="per_device_train_batch_size",
+    )
+
+
+LONE = {
+    "stream": Training({"max_steps": 3}, given={"train_dataset": Stream(20)}),
     "9 classes": Training(
         {**EVALUATED, "gradient_accumulation_steps": 2},
         model=classifier,
         given={"train_dataset": Classes(9), "eval_dataset": Classes(5, seed=1), "compute_metrics": compute_metrics},
         replicated="per_device_train_batch_size",
     ),
-    "11 classes": Training(
-        {"gradient_accumulation_steps": 1},
-        model=classifier,
-        given={"train_dataset": Classes(11)},
-        replicated="per_device_train_batch_size",
+    "9 rows, mean of batches": Training(
+        {"gradient_accumulation_steps": 3}, model=mean_of_batches, given={"train_dataset": Rows(9)}
+    ),
+    "19 rows, padded": Training(
+        {"train_sampling_strategy": "group_by_length", "gradient_accumulation_steps": 3},
+        given={"data_collator": padded, "train_dataset": Rows(19, 5, 14)},
+    ),
+    "no images in the last rows of qwen2_vl": _without_last_images("qwen2_vl"),
+}
+"""Trainings of two replicas of one stage; of 9 rows the second replica has none in the last batch."""
+REPLICATED = {
+    "metrics": Training(
+        {**EVALUATED, "include_for_metrics": ["inputs", "loss"], "eval_on_start": True},
+        model=partial(gpt2, LAYERS),
+        given={
+            "eval_dataset": Rows(11, seed=1),
+            "compute_metrics": compute_metrics,
+            "preprocess_logits_for_metrics": first_logits,
+        },
+    ),
+    "11 rows, clipped, cosine": Training(
+        {
+            **EVALUATED,
+            **TWO_EPOCHS,
+            "gradient_accumulation_steps": 2,
+            "max_grad_norm": 0.3,
+            "lr_scheduler_type": "cosine",
+        },
+        given={"train_dataset": Rows(11), "eval_dataset": Rows(7, seed=1)},
     ),
     "9 rows, split": Training(
         {"gradient_accumulation_steps": 1, "per_device_train_batch_size": 4},
@@ -370,53 +321,12 @@ SHORT = {
         pipeline={"num_microbatches": 2},
         replicated="per_device_train_batch_size",
     ),
-    "9 rows, mean of batches": Training(
-        {"gradient_accumulation_steps": 3}, model=mean_of_batches, given={"train_dataset": Rows(9)}
+    "budget of tokens": Training(
+        {**EVALUATED, "per_device_train_batch_size": 5, "gradient_accumulation_steps": 2},
+        given={"data_collator": padded, "train_dataset": Rows(20, 5, 14), "eval_dataset": Rows(7, seed=1)},
+        pipeline={"most_tokens": 30},
     ),
-    "11 rows, mean of batches": Training(
-        {"gradient_accumulation_steps": 2}, model=mean_of_batches, given={"train_dataset": Rows(11)}
-    ),
-    "19 rows, padded": Training(
-        {"train_sampling_strategy": "group_by_length", "gradient_accumulation_steps": 3},
-        given={"data_collator": padded, "train_dataset": Rows(19, 5, 14)},
-    ),
-    **{
-        f"no images in the last rows of {name}": Training(
-            {**TWO_EPOCHS, "remove_unused_columns": False, "train_sampling_strategy": "sequential"},
-            model=partial(vision_language, name),
-            given={"train_dataset": SomeImages(21, model=name, last=16), "data_collator": with_images},
-            replicated="per_device_train_batch_size",
-        )
-        for name in ("llava", "qwen2_vl", "idefics3")
-    },
+    "no images in the last rows of llava": _without_last_images("llava"),
 }
-"""Trainings whose rows do not divide over two replicas; of 9 rows the second replica has none in the last batch."""
-TRAININGS |= SHORT
-
-IMAGES_OF_CLASSES = Training(
-    {"gradient_accumulation_steps": 1, "remove_unused_columns": False},
-    model=ImageClassifier,
-    given={"train_dataset": ClassesOfImages(7), "data_collator": with_images},
-    pipeline={"pipeline_arguments": {"transformer_layer_cls": ImageLayer}},
-    replicated="per_device_train_batch_size",
-)
-"""A training whose last batch over two replicas does not tell which images belong to rows that fill it."""
-TRAININGS["images of classes"] = replace(
-    IMAGES_OF_CLASSES, args={**IMAGES_OF_CLASSES.args, "dataloader_drop_last": True}
-)
-
-REPLICATED = [
-    "images in some rows",
-    "budget of tokens",
-    "accumulated",
-    "clipped, cosine",
-    "bfloat16",
-    "metrics",
-    "mean of batches",
-    "classes",
-    "stream",
-    "padded",
-    *SHORT,
-    "images of classes",
-]
-"""Trainings that two replicas run too."""
+"""Trainings of two replicas of two stages."""
+ADAPTED = Training({"max_steps": 3, **EVALUATED}, model=adapted, given={"eval_dataset": Rows(7, seed=1)})

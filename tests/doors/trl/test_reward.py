@@ -23,21 +23,21 @@ def with_margins(rows: int) -> Dataset:
 
 def uneven(rows: int) -> Dataset:
     """Pairs that fill no last batch."""
-    return pairs(min(rows, 15))
+    return pairs(rows - 1)
 
 
 CASES: dict[str, tuple[Callable[[int], Dataset], Mapping[str, Any]]] = {
-    "pairs": (pairs, {"center_rewards_coefficient": 0.1}),
     "margins": (with_margins, {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2}),
-    "a dropped last batch": (uneven, {"dataloader_drop_last": True}),
-    "adapters": (pairs, {"peft_config": True}),
-    "shards": (pairs, {"fsdp": True, "eval_strategy": "steps", "eval_steps": 2}),
+    "adapters": (
+        uneven,
+        {"peft_config": True, "dataloader_drop_last": True, "center_rewards_coefficient": 0.1, "fsdp": True},
+    ),
 }
 
 
-def trainer(folder: Path, name: str, cls: Any, replicas: int = 1, **pipeline: Any) -> Any:
+def trainer(folder: Path, name: str, cls: Any, **pipeline: Any) -> Any:
     torch.manual_seed(0)
-    config: Any = llama().config
+    config: Any = llama(2).config
     config.num_labels = 1
     data, more = CASES[name]
     fields: dict[str, Any] = {
@@ -48,15 +48,15 @@ def trainer(folder: Path, name: str, cls: Any, replicas: int = 1, **pipeline: An
         "save_strategy": "no",
         "logging_steps": 1,
         "max_steps": 3,
-        "per_device_train_batch_size": 2 * replicas,
-        "per_device_eval_batch_size": 2 * replicas,
+        "per_device_train_batch_size": 2,
+        "per_device_eval_batch_size": 2,
         "gradient_accumulation_steps": 2,
         "gradient_checkpointing": False,
         "learning_rate": 1e-3,
     }
     left_out = {"peft_config", *(["fsdp"] if cls is RewardTrainer else [])}
     args = RewardConfig(str(folder), **fields | {key: value for key, value in more.items() if key not in left_out})
-    given: dict[str, Any] = {"train_dataset": data(24), "eval_dataset": data(7), "processing_class": tokenizer()}
+    given: dict[str, Any] = {"train_dataset": data(12), "eval_dataset": data(7), "processing_class": tokenizer()}
     if "peft_config" in more:
         adapter = lora()
         adapter.task_type = "SEQ_CLS"
@@ -76,20 +76,17 @@ def train(rank: int, folder: Path) -> dict[str, Logs]:
             again.train(resume_from_checkpoint=str(folder / name / "checkpoint-2"))
             logs["resumed"] = again.state.log_history
     with pytest.raises(ValueError, match="cannot honour compute_metrics"):
-        trainer(folder / "refused", "pairs", PipelineRewardTrainer, compute_metrics=print)
+        trainer(folder / "refused", "margins", PipelineRewardTrainer, compute_metrics=print)
     return logs
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.sweep)])
-def test_a_reward_model_trains_as_in_one_process(ranks: int, tmp_path: Path) -> None:
-    ours = run_ranks(ranks, train, tmp_path)
+def test_a_reward_model_trains_as_in_one_process(tmp_path: Path) -> None:
+    ours = run_ranks(2, train, tmp_path)
     for name in CASES:
-        one = trainer(tmp_path / "one" / name, name, RewardTrainer, ranks // 2)
+        one = trainer(tmp_path / "one" / name, name, RewardTrainer)
         one.train()
         for of_rank in ours:
-            # Each replica pads its rows to the longest of them.
-            unlike = "total_flos" if ranks == 4 else "nothing"
-            assert_alike(*(without(unlike, each) for each in (of_rank[name], one.state.log_history)))
+            assert_alike(of_rank[name], one.state.log_history)
         if name == "margins":
             saved = LlamaForSequenceClassification.from_pretrained(tmp_path / "saved").state_dict()
             torch.testing.assert_close(saved, dict(one.model.state_dict()), atol=5e-6, rtol=0)

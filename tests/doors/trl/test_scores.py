@@ -34,16 +34,6 @@ def test_scores_are_those_of_trl() -> None:
     assert [name for name, _ in model.named_parameters()] == names
 
 
-def test_the_auxiliary_loss_is_that_of_trl() -> None:
-    model = make("mixtral")
-    theirs = copy.deepcopy(model)
-    add_fused_lm_head(theirs)
-    return_scores(model, ("log_probs",), with_routers=True)
-    batch = padded_batch(3)
-    expected = theirs(**batch, fused_lm_head=True, output_router_logits=True)
-    assert torch.equal(model(**batch)["aux_loss"], expected.aux_loss)
-
-
 def test_another_output_layer_is_refused() -> None:
     model = make("llama")
     model.lm_head = nn.Sequential(model.lm_head)

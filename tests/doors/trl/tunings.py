@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerFast
 from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 
 from nxdpp.integrations import PipelineDPOTrainer, PipelineSFTTrainer
-from tests.support.models import VOCABULARY, llama, mixtral, qwen3, tied_llama
+from tests.support.models import VOCABULARY, llama, mixtral, qwen3
 
 _SPECIAL = ["<pad>", "<s>", "</s>", "<user>", "<assistant>", "<unk>"]
 _TEMPLATE = (
@@ -74,12 +74,16 @@ def pairs(rows: int) -> Dataset:
     )
 
 
-def pairs_with_references(rows: int) -> Dataset:
-    """Pairs with log-probabilities of another reference."""
-    found = pairs(rows)
-    for name in ("ref_chosen_logps", "ref_rejected_logps"):
-        found = found.add_column(name, [-50.0 * row for row in range(rows)])
-    return found
+def small_llama() -> nn.Module:
+    return llama(2)
+
+
+def small_qwen3() -> nn.Module:
+    return qwen3(2)
+
+
+def small_mixtral() -> nn.Module:
+    return mixtral(2)
 
 
 @dataclass(frozen=True)
@@ -91,23 +95,21 @@ class Tuning:
         data: gives a data set of a number of rows.
         model: constructor of the model.
         adapted: the model gets adapters; ``"before"`` the trainer is made, or ``"by the trainer"``.
-        pipeline: arguments of the pipeline's trainer only.
         evaluated: rows of the evaluation's data set; 0 for none.
         reference: constructor of the reference model.
     """
 
     args: Mapping[str, Any] = field(default_factory=dict)
     data: Callable[[int], Dataset] = texts
-    model: Callable[..., nn.Module] = llama
+    model: Callable[..., nn.Module] = small_llama
     adapted: str = ""
-    pipeline: Mapping[str, Any] = field(default_factory=dict)
     evaluated: int = 0
     reference: Callable[[], nn.Module] | None = None
 
     @property
     def is_dpo(self) -> bool:
         """``True`` for pairs."""
-        return self.data in (pairs, pairs_with_references)
+        return self.data is pairs
 
     def trainer(
         self, folder: Path, replicas: int = 1, evaluated_by: int = 1, *, over_ranks: bool = False, **pipeline: Any
@@ -130,7 +132,7 @@ class Tuning:
             torch.manual_seed(1)
             given["ref_model"] = self.reference()
         if over_ranks:
-            given |= {**self.pipeline, **pipeline}
+            given |= pipeline
         if self.is_dpo:
             cls: Any = PipelineDPOTrainer if over_ranks else DPOTrainer
             return cls(model, args=DPOConfig(**args), **given)
@@ -152,38 +154,38 @@ _SHARED: dict[str, Any] = {
     "max_steps": 3,
     "per_device_train_batch_size": 2,
     "per_device_eval_batch_size": 2,
-    "gradient_accumulation_steps": 4,
+    "gradient_accumulation_steps": 2,
     "gradient_checkpointing": False,
     "learning_rate": 1e-3,
 }
+_FOUR = {"gradient_accumulation_steps": 4}
 _EVALUATED = {"eval_strategy": "steps", "eval_steps": 2}
 _SAVED = {**_EVALUATED, "save_strategy": "steps", "save_steps": 2}
-_PACKED = {"packing": True, "max_length": 16, "per_device_train_batch_size": 1, "gradient_accumulation_steps": 2}
+_PACKED = {"packing": True, "max_length": 24, "per_device_train_batch_size": 1, "gradient_accumulation_steps": 2}
 _LOSSES = [
     *("sigmoid", "exo_pair", "nca_pair", "bco_pair", "sppo_hard", "aot", "aot_unpaired", "apo_zero", "apo_down"),
-    *("discopop", "sigmoid_norm"),
+    *("discopop", "sigmoid_norm", "robust"),
 ]
 
-TUNINGS = {
-    "texts": Tuning({**_EVALUATED, "logging_steps": 2, "max_steps": 4}, evaluated=8),
-    "completions of a Qwen": Tuning(_SAVED, completions, qwen3, evaluated=8),
-    "whole texts of completions": Tuning({"completion_only_loss": False}, completions),
-    "chats": Tuning({"assistant_only_loss": True, **_EVALUATED}, chats, qwen3, evaluated=8),
-    "packed": Tuning({**_PACKED, "max_length": 24}),
-    "cut in pieces": Tuning({**_PACKED, "packing_strategy": "wrapped"}),
-    "adapters": Tuning({"bf16": True, **_EVALUATED}, chats, adapted="by the trainer", evaluated=8),
-    "recomputed adapters": Tuning({"gradient_checkpointing": True}, adapted="before"),
-    "dynamic": Tuning({"loss_type": "dft", "max_grad_norm": 0.1}),
-    "split": Tuning({"gradient_accumulation_steps": 2}, pipeline={"num_microbatches": 4}),
-    "interleaved": Tuning(model=tied_llama, pipeline={"virtual_pipeline_size": 2}),
-    "experts": Tuning(model=mixtral),
-    "pairs": Tuning(_EVALUATED, pairs_with_references, evaluated=8, reference=llama),
-    "pairs with adapters": Tuning(_EVALUATED, pairs, qwen3, adapted="by the trainer", evaluated=8),
+STAGES = {
+    "chats": Tuning({"assistant_only_loss": True, **_EVALUATED}, chats, small_qwen3, evaluated=4),
+    "packed, dynamic": Tuning({**_PACKED, "loss_type": "dft", "max_grad_norm": 0.1}),
+    "experts": Tuning(model=small_mixtral),
     "pairs after adapters": Tuning(
-        {"loss_type": "hinge", "f_divergence_type": "js_divergence", **_SAVED}, pairs, adapted="before", evaluated=8
+        {"loss_type": "hinge", "f_divergence_type": "js_divergence", "use_weighting": True, **_SAVED},
+        pairs,
+        adapted="before",
+        evaluated=4,
     ),
     "many losses": Tuning(
-        {"loss_type": _LOSSES, "loss_weights": [0.1] * len(_LOSSES), "label_smoothing": 0.1}, pairs, reference=llama
+        {
+            "loss_type": _LOSSES,
+            "loss_weights": [0.1] * len(_LOSSES),
+            "label_smoothing": 0.1,
+            "ld_alpha": 0.5,
+        },
+        pairs,
+        reference=small_llama,
     ),
     "known references": Tuning(
         {
@@ -194,21 +196,15 @@ TUNINGS = {
             **_EVALUATED,
         },
         pairs,
-        evaluated=8,
-    ),
-    "weighted pairs": Tuning(
-        {"use_weighting": True, "ld_alpha": 0.5, "label_smoothing": 0.1, "loss_type": "robust", "bf16": True},
-        pairs,
-        reference=llama,
+        evaluated=4,
     ),
 }
-
-REPLICATED = ["completions of a Qwen", "pairs with adapters"]
-"""Fine-tunings that two replicas run too."""
-RESUMED = ["completions of a Qwen", "pairs after adapters"]
-"""Fine-tunings with a checkpoint after step 2."""
-MORE = (
-    *("texts", "whole texts of completions", "cut in pieces", "packed", "adapters", "recomputed adapters", "dynamic"),
-    *("interleaved", "split"),
-)
-"""Fine-tunings of the sweep."""
+"""Fine-tunings over two stages."""
+RESUMED = "pairs after adapters"
+"""The fine-tuning with a checkpoint after step 2."""
+REPLICATED = {
+    "completions": Tuning(_EVALUATED, completions, small_qwen3, evaluated=8),
+    "pairs with adapters": Tuning({**_EVALUATED, **_FOUR}, pairs, qwen3, adapted="by the trainer", evaluated=8),
+}
+"""Fine-tunings of two replicas of two stages."""
+SHARDED = Tuning({"gradient_checkpointing": True, **_FOUR}, pairs, llama, reference=llama)

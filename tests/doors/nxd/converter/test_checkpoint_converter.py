@@ -16,7 +16,6 @@ from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from nxdpp import parallel_state
-from nxdpp.doors.nxd.checkpoint_arguments import remedy_without_checkpoint
 from nxdpp.modules.qkv_linear import GQAQKVColumnParallelLinear
 from nxdpp.parallel_layers import ColumnParallelLinear
 from nxdpp.parallel_layers import load as load_state
@@ -74,11 +73,8 @@ def there_and_back(tmp_path: Path, state: Mapping[str, torch.Tensor], source: Pa
 
 
 LAYOUTS: dict[str, dict[str, Any]] = {
-    "stages": {"pp_size": 2},
     "chunks": {"pp_size": 2, "virtual_pp_size": 2},
     "plain projections": {"tp_size": 2, "pp_size": 2},
-    "qkv_linear": {"tp_size": 2, "pp_size": 2, "qkv_linear": True},
-    "copies": {"tp_size": 4, "pp_size": 2, "qkv_linear": True, "kv_size_multiplier": 2},
     "copies on trn2": {"tp_size": 4, "qkv_linear": True, "kv_size_multiplier": 2, "hw_backend": "trn2"},
     "fused": {"tp_size": 4, "pp_size": 2, "qkv_linear": True, "fuse_qkv": True, "kv_size_multiplier": 2},
     "padded": {"tp_size": 8, "qkv_linear": True, "kv_size_multiplier": 4, "pad_attn_heads": True},
@@ -138,19 +134,6 @@ def test_as_many_key_value_heads_as_queries(tmp_path: Path) -> None:
     assert_equal(load(tmp_path / "checkpoint.pt"), whole)
 
 
-def test_biases_of_fused_projections_are_one_tensor(tmp_path: Path) -> None:
-    model = llama(attention_bias=True)
-    model.save_pretrained(tmp_path / "huggingface")
-    options = {"tp_size": 4, "qkv_linear": True, "fuse_qkv": True, "kv_size_multiplier": 2}
-    files = there_and_back(tmp_path, model.state_dict(), tmp_path / "huggingface", **options)
-    state, attention = load(files / "dp_rank_00_tp_rank_01_pp_rank_00.pt"), "model.layers.0.self_attn"
-    assert not any("qkv_proj.bias_" in name and not name.endswith("bias_qkv") for name in state)
-    # Three query heads, and the second key-value head.
-    whole = [model.state_dict()[f"{attention}.{name}_proj.bias"] for name in "qkv"]
-    parts = [whole[0][24:36], whole[1][4:], whole[2][4:]]
-    assert torch.equal(state[f"{attention}.qkv_proj.bias_qkv"], torch.cat(parts))
-
-
 def test_a_tied_head_is_on_the_last_stage(tmp_path: Path) -> None:
     model = llama(tie_word_embeddings=True)
     model.save_pretrained(tmp_path / "huggingface")
@@ -159,28 +142,6 @@ def test_a_tied_head_is_on_the_last_stage(tmp_path: Path) -> None:
     first, last = (load(files / f"dp_rank_00_tp_rank_01_pp_rank_{stage:02d}.pt") for stage in (0, 1))
     assert torch.equal(last["lm_head.weight"], first["model.embed_tokens.weight"])
     assert "lm_head.weight" not in first
-
-
-class Neox(CheckpointConverterBase):
-    """A subclass that knows one weight more."""
-
-    def get_partition_dim(self, name: str) -> int:
-        return 0 if "dense_h_to_4h.weight" in name else super().get_partition_dim(name)
-
-
-def test_a_subclass_names_a_divided_weight(directory: Path, tmp_path: Path) -> None:
-    name = "model.layers.0.mlp.dense_h_to_4h"
-    state = {f"{name}.{kind}": torch.randn(6, 4).bfloat16() for kind in ("weight", "other")}
-    torch.save(state, tmp_path / "whole.pt")
-    config, sizes = directory / "config.json", {"tp_size": 2}
-    run(Neox(), tmp_path / "whole.pt", tmp_path, config, convert_from_full_state=True, **sizes)
-    second = load(tmp_path / "model/dp_rank_00_tp_rank_01_pp_rank_00.pt")
-    assert torch.equal(second[f"{name}.weight"], state[f"{name}.weight"][3:])
-    assert torch.equal(second[f"{name}.other"], state[f"{name}.other"])
-    run(Neox(), tmp_path / "model", tmp_path, config, convert_to_full_state=True, **sizes)
-    assert_equal(load(tmp_path / "checkpoint.pt"), state)
-    with pytest.raises(ValueError, match=r"h_to_4h.weight is not known as a divided weight, and its values differ"):
-        run(CheckpointConverterBase(), tmp_path / "model", tmp_path, config, convert_to_full_state=True, **sizes)
 
 
 class Experts(CheckpointConverterBase):
@@ -262,13 +223,6 @@ def test_files_of_xser_are_read_without_torch_xla(
         assert_equal(load(tmp_path / "plain/model" / path.name), load(path))
 
 
-def test_a_load_of_nxds_files_names_the_converter_and_the_load(directory: Path, tmp_path: Path) -> None:
-    there_and_back(tmp_path, llama().state_dict(), directory)
-    remedy = remedy_without_checkpoint(tmp_path / "ranks")
-    assert "python -m nxdpp.scripts.checkpoint_converter --convert_to_full_state" in remedy
-    assert "nxdpp.parallel_layers.load(file, model=model, model_key=None, sharded=False)" in remedy
-
-
 def test_the_converter_is_a_command(
     directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -314,13 +268,9 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "no mode": ({}, "give exactly one of --convert_from_full_state"),
     "a name of the hub": ({"convert_from_full_state": 1, "hf_model_name": "a/b"}, "snapshot_download"),
     "xser": ({"convert_from_full_state": 1, "save_xser": True}, "xser files are of torch_xla's classes"),
-    "NeMo": ({"convert_to_full_state": 1, "model_style": "megatron"}, "names of NeMo's models"),
-    "kernels": ({"convert_from_full_state": 1, "i_tp_round_factor": 4}, "kernels of Neuron devices"),
     "copies": ({"convert_from_full_state": 1, "kv_size_multiplier": 2}, "need --qkv_linear True"),
-    "two": ({"convert_from_full_state": 1, "coalesce_qkv": 1, "qkv_linear": 1}, "exclude each other"),
     "heads": ({"convert_from_full_state": 1, "coalesce_qkv": 1}, "has 2 and 12: give --qkv_linear True"),
     "sizes": ({"convert_from_full_state": 1, "tp_size": 5}, r"has 64 along dimension 0, which --tp_size 5 does not"),
-    "layers": ({"convert_from_full_state": 1, "pp_size": 5}, "4 transformer layers cannot be split over 5"),
     "a rank": ({"convert_to_full_state": 1}, r"has none of tp_rank_00_pp_rank_00/checkpoint.pt"),
 }
 
@@ -331,34 +281,6 @@ def test_what_cannot_be_converted_is_refused(case: str, directory: Path, tmp_pat
     with pytest.raises((ValueError, FileNotFoundError), match=message):
         run(CheckpointConverterBase(), directory, tmp_path, directory / "config.json", **options)
     assert not list(tmp_path.iterdir())
-
-
-def test_names_of_other_options_are_refused(directory: Path, tmp_path: Path) -> None:
-    config, sizes = directory / "config.json", {"tp_size": 2}
-    files = there_and_back(tmp_path, llama().state_dict(), directory, qkv_linear=True, **sizes)
-    with pytest.raises(ValueError, match=r"qkv_proj\.weight_. does not fit the options: --qkv_linear and --fuse_qkv"):
-        run(CheckpointConverterBase(), files, tmp_path, config, convert_to_full_state=True, **sizes)
-    torch.save(load(files / "dp_rank_00_tp_rank_00_pp_rank_00.pt"), tmp_path / "fused.pt")
-    with pytest.raises(ValueError, match=r"_proj.* is one weight of several projections"):
-        run(CheckpointConverterBase(), tmp_path / "fused.pt", tmp_path, config, convert_from_full_state=True, **sizes)
-
-
-def test_the_state_of_an_optimizer_is_refused(directory: Path, tmp_path: Path) -> None:
-    state = {"state": {}, "param_groups": [{"params": [0]}], "base_state": {0: {"exp_avg": torch.zeros(2, 3)}}}
-    file = tmp_path / "optim" / "dp_rank_00_tp_rank_00_pp_rank_00.pt"
-    file.parent.mkdir()
-    torch.save({**state, "shape_info": {0: torch.Size([4, 3])}}, file)
-    with pytest.raises(
-        ValueError, match=r"optim/dp_rank_00.* numbers its parameters in the order of the script's groups"
-    ):
-        run(CheckpointConverterBase(), file.parent, tmp_path, directory / "config.json", convert_to_full_state=True)
-
-
-def test_false_is_false() -> None:
-    parser = CheckpointConverterBase().get_arg_parser()
-    words = ["--output_dir", "out", "--hw_backend", "trn2", "--qkv_linear"]
-    assert not parser.parse_args([*words, "False"]).qkv_linear
-    assert parser.parse_args([*words, "True"]).qkv_linear
 
 
 def attention(rank: int, files: str, x: torch.Tensor) -> list[torch.Tensor]:

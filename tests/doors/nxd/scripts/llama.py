@@ -21,15 +21,12 @@ from transformers.models.llama.modeling_llama import (
 
 import nxdpp.parallel_layers.utils as neuronx_dist_utils
 from nxdpp.kernels.flash_attn import nki_flash_attn_func
-from nxdpp.kernels.ring_attention_kernel import nki_ring_attn_func
 from nxdpp.modules.qkv_linear import GQAQKVColumnParallelLinear
 from nxdpp.overrides.transformer_overrides import apply_rotary_pos_emb
 from nxdpp.parallel_layers.layers import ColumnParallelLinear, ParallelEmbedding, RowParallelLinear
 from nxdpp.parallel_layers.loss_functions import parallel_cross_entropy
 from nxdpp.parallel_layers.parallel_state import (
     get_context_model_parallel_rank,
-    get_context_model_parallel_size,
-    get_context_model_parallel_src_tgt_pairs,
     get_tensor_model_parallel_size,
 )
 
@@ -121,7 +118,7 @@ class CoreAttention(nn.Module):
 
 
 class Attention(nn.Module):
-    """Fused queries, keys and values, one layer for grouped heads, or three layers."""
+    """Fused queries, keys and values, or one layer for grouped heads."""
 
     def __init__(self, config: Any) -> None:
         super().__init__()
@@ -138,13 +135,9 @@ class Attention(nn.Module):
                 fuse_qkv=config.fuse_qkv,
                 **options,
             )
-        elif config.fuse_qkv and heads == groups:
+        else:
             self.qkv_proj = ColumnParallelLinear(size, 3 * heads * self.head_dim, stride=3, **options)
             self.split_size = heads * self.head_dim // get_tensor_model_parallel_size()
-        else:
-            self.q_proj = ColumnParallelLinear(size, heads * self.head_dim, **options)
-            self.k_proj = ColumnParallelLinear(size, groups * self.head_dim, **options)
-            self.v_proj = ColumnParallelLinear(size, groups * self.head_dim, **options)
         self.o_proj = RowParallelLinear(
             heads * self.head_dim, size, bias=False, input_is_parallel=True, **_options(config)
         )
@@ -166,10 +159,8 @@ class Attention(nn.Module):
             length, batch = hidden_states.shape[0] * tensor, hidden_states.shape[1]
         if config.qkv_linear:
             states = self.qkv_proj(hidden_states)
-        elif config.fuse_qkv and self.num_heads == self.num_key_value_heads:
-            states = self.qkv_proj(hidden_states).split(self.split_size, dim=2)
         else:
-            states = self.q_proj(hidden_states), self.k_proj(hidden_states), self.v_proj(hidden_states)
+            states = self.qkv_proj(hidden_states).split(self.split_size, dim=2)
         query, key, value = (self._permuted(each, batch, length) for each in states)
         cos, sin = position_embeddings
         query, key = apply_rotary_pos_emb(
@@ -186,9 +177,6 @@ class Attention(nn.Module):
         return self.o_proj(output), None
 
     def _attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        if get_context_model_parallel_size() > 1:
-            pairs = get_context_model_parallel_src_tgt_pairs()
-            return nki_ring_attn_func(query, key, value, torch.distributed.get_rank(), pairs)
         if self.config.use_flash_attention:
             transpose = self.config.transpose_nki_inputs
             return nki_flash_attn_func(query, key, value, transpose_nki_inputs=transpose)

@@ -33,7 +33,7 @@ from tests.doors.nxd.scripts.llama import (
 )
 from tests.support.run_ranks import run_ranks
 
-STEPS, BATCH, LENGTH, RATE = 3, 8, 8, 1.0
+STEPS, BATCH, LENGTH, RATE = 2, 8, 8, 1.0
 EXPERTS: dict[str, Any] = {"num_experts": 4, "top_k": 2}
 COEFFICIENT = 0.02
 Run = tuple[list[float], list[float], dict[str, torch.Tensor]]
@@ -174,6 +174,7 @@ OPTIONS: list[dict[str, Any]] = [
         "capacity_factor": None,
         "on_meta": True,
         "is_dbrx": False,
+        "num_hidden_layers": 2,
     },
     {
         "pipeline": 1,
@@ -182,17 +183,10 @@ OPTIONS: list[dict[str, Any]] = [
         "capacity_factor": 1.0,
         "on_meta": False,
         "is_dbrx": True,
+        "num_hidden_layers": 2,
         "qkv_linear": True,
         "fuse_qkv": False,
         "num_key_value_heads": 2,
-    },
-    {
-        "pipeline": 1,
-        "sequence_parallel_enabled": False,
-        "router_in_parts": False,
-        "capacity_factor": None,
-        "on_meta": False,
-        "is_dbrx": False,
     },
 ]
 
