@@ -19,7 +19,7 @@ from nxdpp.checkpoint.distributed.parameter_groups import SavedGroup, joined_gro
 from nxdpp.doors.nxd.checkpoint import load_checkpoint, save_checkpoint
 from tests.support.run_ranks import run_ranks
 
-STEPS, LAYERS, MICROBATCHES = 3, 8, 2
+STEPS, LAYERS, MICROBATCHES = 3, 8, 4
 INTERLEAVED = {"virtual_pipeline_size": 2, "schedule": "interleaved"}
 Made = tuple[Any, Any]
 

@@ -67,7 +67,7 @@ REFUSED: list[tuple[tuple[Any, ...], Any]] = [
     (("tensors", "\x1b[2J"), {"dtype": "os", "shape": [], "blocks": []}), (("content",), {}), (("version",), True),
     (("tensors", "user_content.x"), {"dtype": "float32", "shape": [2**44], "blocks": []}),
     (("content", "ties"), {"0.weight": 3}), (("content", "layout"), {"ranks": 2}), (OPTIMIZER, {"class": "AdamW"}),
-    ((*OPTIMIZER, "groups"), [{"options": {"params": [1]}, "names": []}]), (GROUP, {"$eval": "1"}), (GROUP, None),
+    ((*OPTIMIZER, "groups"), [{"options": {"params": [1]}, "names": []}]), (GROUP, {"$eval": "1"}),
     ((*OPTIMIZER, "states"), {"0.weight": {"exp_avg": 3}}), (("content", "scheduler"), {"$eval": "1"}),
     ((*OPTIMIZER, "states", "0.weight", "exp_avg", "shape"), [2**40]), (("content", "random"), [{}]),
     *((("content", "user_content"), value) for value in HOSTILE[-7:] if "$tuple" not in value),

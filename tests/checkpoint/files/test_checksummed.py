@@ -4,7 +4,6 @@ import errno
 import itertools
 import os
 from functools import partial
-from math import prod
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -103,12 +102,14 @@ PROPERTY = settings(max_examples=60, deadline=None, derandomize=True)
 @PROPERTY
 @given(
     draw=st.data(),
-    shape=st.lists(st.integers(1, 40), min_size=1, max_size=4).filter(lambda shape: prod(shape) < 500),
+    shape=st.sampled_from([(9, 4), (3, 40), (2, 3, 30), (4, 5, 2), (50,), (2, 2, 2, 20)]),
     kind=st.sampled_from(["plain", "transposed", "other dtype"]),
     shortest=st.sampled_from([1, 16, 4096]),
     small=st.sampled_from([0, 64, 65]),
 )
-def test_each_rectangle_is_read(draw: st.DataObject, shape: list[int], kind: str, shortest: int, small: int) -> None:
+def test_each_rectangle_is_read(
+    draw: st.DataObject, shape: tuple[int, ...], kind: str, shortest: int, small: int
+) -> None:
     """Rows are smaller than a piece, or larger: a piece has 16 numbers. Runs in rows are read, or whole rows."""
     ends = [(first, draw.draw(st.integers(first + 1, size))) for size in shape
             for first in [draw.draw(st.integers(0, size - 1))]]  # fmt: skip

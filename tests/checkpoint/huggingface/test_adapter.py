@@ -35,12 +35,13 @@ def save_and_load(rank: int, folder: Path) -> dict[str, list[str]]:
         save_pretrained(wrap(model, 2), folder / "ours" / name)
         with pytest.raises(RuntimeError, match=r"call nxdpp\.save_pretrained\(model, directory\) on every rank"):
             model.save_pretrained(folder / "own")
-        expected = model.state_dict()
+        expected = adapted(name).state_dict()
         theirs = folder / "theirs" / name
         other = peft.get_peft_model(base(name, seed=9), ADAPTERS[name][1]()) if name in ON_BASES else adapted(name, 4)
         real = wrap(other, 2)
         before = dict(real.local_named_parameters())
-        assert differing(dict(real.local_state_dict()), expected)
+        if any(parameter.requires_grad for parameter in before.values()):
+            assert differing(dict(real.local_state_dict()), expected)
         load_pretrained(real, theirs)
         if name in ON_BASES:
             load_pretrained(real, folder / "base" / name)

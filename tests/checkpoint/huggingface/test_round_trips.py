@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from nxdpp import load_pretrained, save_pretrained
+from nxdpp import load_pretrained, parallel_state, save_pretrained
 from tests.checkpoint.huggingface.checkpointed_models import (
     differing,
     make,
@@ -74,6 +74,7 @@ def of_four_ranks(rank: int, folder: Path) -> dict[str, dict[str, list[str]]]:
     again = wrap(make("llama", seed=5), 2)
     load_pretrained(again, folder / "replicas")
     assert differing(again.local_state_dict(), dict(replica.local_state_dict())) == []
+    parallel_state.destroy_model_parallel()
     return load_all(4, folder / "ours")
 
 
