@@ -262,7 +262,7 @@ def test_parameters_frozen_or_added_since(tmp_path: Path) -> None:
 
 
 def _grouped(model: Net) -> Optimizer:
-    rest = [model.scale, *model.last.parameters()]
+    rest = [model.scale, model.empty, *model.last.parameters()]
     groups: list[dict[str, Any]] = [{"params": list(model.first.parameters())}, {"params": rest, "weight_decay": 0.0}]
     return AdamW(groups, lr=1e-2)
 
