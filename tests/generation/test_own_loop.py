@@ -7,12 +7,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import GenerationConfig
 
 from nxdpp import NxDPPModel, parallel_state
-from nxdpp.generation.own_loop import named_arguments
 from tests.support.run_ranks import run_ranks
-from tests.support.traced_models import make_model
 
 VOCABULARY, CONTEXT = 17, 8
 
@@ -117,15 +114,3 @@ def test_tokens_of_one_process() -> None:
         assert "without labels" in rank["targets"]
         assert "too many positional arguments" in rank["too much"]
         assert "is called on a rank that has no values of it" in rank["module"]
-
-
-def test_arguments_by_position_have_the_names_of_transformers() -> None:
-    model, settings = make_model("llama"), GenerationConfig(max_new_tokens=2)
-    rows = torch.ones(1, 3, dtype=torch.int64)
-
-    assert named_arguments(model, [settings], {"attention_mask": rows}) == {
-        "generation_config": settings,
-        "attention_mask": rows,
-    }
-    with pytest.raises(TypeError, match="too many positional"):
-        named_arguments(model, [None] * 20, {})

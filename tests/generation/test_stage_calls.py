@@ -1,7 +1,6 @@
 """Models whose spines, caches or outputs are unlike Llama's, on ranks that are threads."""
 
 import copy
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -14,13 +13,11 @@ from transformers.cache_utils import DynamicCache
 from nxdpp.generation.absent import (
     AbsentTensor,
     ShapelessTensor,
-    TrackedTensor,
     leaves_in,
     mapped,
     roots_of,
     tracked_as,
 )
-from nxdpp.generation.caches import record_changes
 from nxdpp.generation.generating_rank import few_tokens
 from nxdpp.generation.known_calls import KnownCall, rule_of
 from nxdpp.ranks.faults import failure_watch
@@ -68,17 +65,6 @@ def test_a_spine_that_reads_a_value_of_another_rank_is_refused() -> None:
     model.__class__ = ReadsMean
     with pytest.raises(RuntimeError, match=r"takes a result of model.embed_tokens.*reads its values \(item\)"):
         generate_on_threads(model.eval(), 2, {"input_ids": prompt(2), "max_new_tokens": 3})
-
-
-def test_what_follows_from_an_absent_tensor_is_absent() -> None:
-    absent = tracked_as(torch.zeros(2, 3), _ROOTS, AbsentTensor)
-    known = tracked_as(torch.ones(2, 3), frozenset({("norm", 0, 0)}))
-
-    assert type(absent.sum(0) + 1) is AbsentTensor
-    assert roots_of([torch.cat([absent, known])]) == {("embedding", 0, 0), ("norm", 0, 0)}
-    assert type(known * 2) is TrackedTensor
-    assert type(torch.zeros_like(absent)) is torch.Tensor
-    assert absent.shape == (2, 3)
 
 
 def test_a_long_prompt_is_planned_on_few_tokens() -> None:
@@ -175,17 +161,6 @@ def test_values_that_change_after_the_first_call_are_refused() -> None:
         known.check("layer", (first, 4), first)
     with pytest.raises(RuntimeError, match="layer returns 2 tensors and 0 other values"):
         known.check("layer", (first, first), first)
-
-
-def test_a_recorded_cache_is_freed_at_once() -> None:
-    cache = DynamicCache()
-    changes: list[Any] = []
-    record_changes(cache, changes)
-    cache.reorder_cache(torch.LongTensor([1, 0]))
-    there = weakref.ref(cache)
-    del cache
-    assert there() is None
-    assert changes[0][0] == "reorder_cache"
 
 
 def test_an_interrupt_of_the_driver_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,6 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -14,7 +13,6 @@ from torch.optim import AdamW
 
 from nxdpp.__main__ import main
 from nxdpp.checkpoint.distributed.directory import DOCUMENT
-from nxdpp.checkpoint.distributed.document import parsed_document, read_document, write_document
 from nxdpp.checkpoint.files import pieces
 from nxdpp.doors.nxd.checkpoint import save_checkpoint
 from tests.support.tensor_models import VOCABULARY, llama
@@ -158,17 +156,6 @@ def test_long_and_hostile_names_lose_nothing(
     assert "\x1b" not in text
     if columns == 80:
         assert f"{long}.[red]x[/red]" in "".join(line.split("  ")[0] for line in table.splitlines())
-
-
-@pytest.mark.parametrize("change", [{"layout": 3}])
-def test_content_that_no_save_writes_is_damage(change: Any, copied: Path, capsys: Captured) -> None:
-    document = parsed_document(copied, read_document(copied))
-    metadata = document.metadata
-    (copied / DOCUMENT).unlink()
-    write_document(copied / DOCUMENT, 1, document.content | change, metadata, metadata.storage_data)
-    (name,) = change
-    assert _run("show", copied) == 2
-    assert f"{DOCUMENT} is damaged (ValueError: its part {name!r} is not as a save writes it" in capsys.readouterr().err
 
 
 def test_no_checkpoint_and_a_wrong_configuration(tmp_path: Path, capsys: Captured) -> None:

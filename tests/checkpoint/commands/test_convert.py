@@ -213,31 +213,6 @@ def test_a_training_of_ranks_is_converted_whole_and_starts_from_a_conversion(tmp
     assert all(torch.equal(values, saved[f"model.{name}"]) for name, values in converted.items())
 
 
-def test_commands_make_no_process_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    _tied().save_pretrained(tmp_path / "model")
-
-    def refuse(*_: object, **__: object) -> None:
-        raise AssertionError("a process group was made")
-
-    for name in ("init_process_group", "new_group"):
-        monkeypatch.setattr(f"torch.distributed.{name}", refuse)
-        monkeypatch.setattr(f"torch.distributed.distributed_c10d.{name}", refuse)
-    for source, destination, to in (
-        ("model", "start/one", "nxdpp"),
-        ("start/one", "ranks", "nxd"),
-        ("ranks", "again", "huggingface"),
-    ):
-        more = ["--tensor-parallel-size", 2] if to == "nxd" else []
-        more += ["--config", tmp_path / "model"] if source == "ranks" else []
-        assert _convert(tmp_path / source, tmp_path / destination, "--to", to, *more) == 0
-        for action in ("show", "verify"):
-            assert main(["checkpoint", action, str(tmp_path / destination)]) == 0
-    assert not torch.distributed.is_initialized()
-    expected, found = tensors_in(tmp_path / "model"), tensors_in(tmp_path / "again")
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[name], value) for name, value in expected.items())
-
-
 def _large() -> LlamaForCausalLM:
     """A Llama of 73 million parameters, 290 MB in float32; the largest tensor has 12 MB."""
     config = LlamaConfig(

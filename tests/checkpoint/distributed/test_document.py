@@ -96,7 +96,3 @@ def test_a_block_outside_of_the_directory_or_without_checksums_is_refused(change
     parsed_document(folder, rewritten(folder, lambda block: None))
     with pytest.raises(DamagedFile, match=r"a block of model\.weight"):
         parsed_document(folder, rewritten(folder, lambda block: block.update(change)))
-
-
-def test_a_missing_document_has_no_number(tmp_path: Path) -> None:
-    assert number_of(tmp_path) == 0

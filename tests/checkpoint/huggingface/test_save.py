@@ -15,14 +15,12 @@ from safetensors.torch import load_file
 from torch import nn
 
 from nxdpp import NxDPPModel, load_pretrained, parallel_state, save_pretrained
-from nxdpp.checkpoint.files.pieces import StoredLayout
 from nxdpp.checkpoint.huggingface import write_directory
-from nxdpp.checkpoint.huggingface.write_directory import SavedDirectory, Shard, plan_shards
+from nxdpp.checkpoint.huggingface.write_directory import SavedDirectory, Shard
 from nxdpp.tensor.layers import ParallelEmbedding
 from nxdpp.tensor.padding import ranges
 from tests.checkpoint.huggingface.checkpointed_models import differing, make, on_meta, tensors_in, wrap
 from tests.support.run_ranks import run_ranks
-from tools.zoo import build
 
 
 @pytest.fixture(autouse=True)
@@ -179,20 +177,6 @@ def save_padded_rows(rank: int, folder: Path) -> str:
         save_pretrained(NxDPPModel(model, transformer_layer_cls=nn.Linear), folder)
     check_parts(rank, folder)
     return str(caught.value)
-
-
-def test_sources_of_a_conversion_on_two_ranks_are_refused() -> None:
-    model = build("masked-lm", "nomic_bert", "meta")
-    layouts = {name: StoredLayout(tuple(tensor.shape), tensor.dtype) for name, tensor in model.state_dict().items()}
-    (whole,) = plan_shards(model, [], [layouts])
-    merged = [conversion for conversion in whole.conversions if len(conversion.names) > 1]
-    assert merged
-    first, *others = merged[0].names
-    held = [{first: layouts.pop(first)}, layouts]
-
-    with pytest.raises(NotImplementedError, match=r"which are on several ranks here") as caught:
-        plan_shards(model, [], held)
-    assert all(name in str(caught.value) for name in (first, *others))
 
 
 def test_other_models_and_paths_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
