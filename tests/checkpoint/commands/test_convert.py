@@ -214,7 +214,7 @@ def test_a_training_of_ranks_is_converted_whole_and_starts_from_a_conversion(tmp
 
 
 def _large() -> LlamaForCausalLM:
-    """A Llama of 73 million parameters, 290 MB in float32; the largest tensor has 12 MB."""
+    """A Llama of 68 million parameters, 274 MB in float32; the largest tensor has 12 MB."""
     config = LlamaConfig(
         hidden_size=1024, intermediate_size=2816, num_hidden_layers=5, num_attention_heads=8, vocab_size=2048
     )
