@@ -9,7 +9,6 @@ from transformers import GenerationConfig, LogitsProcessor, StoppingCriteria, St
 from transformers.generation.streamers import BaseStreamer
 
 from nxdpp import NxDPPModel, fully_shard, parallel_state, tensor_parallelize
-from nxdpp.generation import generate as generation
 from tests.generation.generated_models import MODELS, prompt, prompt_with_images
 from tests.support.models import padded_batch
 from tests.support.run_ranks import run_ranks
@@ -47,24 +46,21 @@ _MASK = prompt(4).new_ones(4, 7)
 _MASK[0, :3] = _MASK[2, :1] = 0
 
 CASES: dict[str, Mapping[str, Any]] = {
-    "greedy": {"max_new_tokens": 6},
-    "sampling": {"max_new_tokens": 6, "do_sample": True, "top_k": 0, "temperature": 1.3},
     "several samples": {"max_new_tokens": 6, "do_sample": True, "top_k": 0, "num_return_sequences": 3},
     "beams": {"max_new_tokens": 6, "num_beams": 3, "num_return_sequences": 2},
     "padded": {"max_new_tokens": 6, "attention_mask": _MASK},
     "processor": {"max_new_tokens": 6, "logits_processor": [Odd()]},
     "criteria": {"max_new_tokens": 9, "stopping_criteria": StoppingCriteriaList([LongEnough()])},
-    "configuration": {"generation_config": GenerationConfig(max_new_tokens=4, num_beams=2)},
     "no cache": {"max_new_tokens": 4, "use_cache": False},
     "static cache": {"max_new_tokens": 4, "cache_implementation": "static"},
     "chunks": {"max_new_tokens": 4, "prefill_chunk_size": 3},
     "scores": {"max_new_tokens": 4, "return_dict_in_generate": True, "output_scores": True},
 }
-_NOT_FOR_T5 = ("static cache", "chunks", "criteria")
+_FEW = ("several samples", "padded", "scores")
 
 
 def cases(kind: str) -> dict[str, Mapping[str, Any]]:
-    return {name: case for name, case in CASES.items() if kind != "t5" or name not in _NOT_FOR_T5}
+    return {name: case for name, case in CASES.items() if kind == "llama" or name in (*_FEW, "beams")}
 
 
 def results(generate: Any, kind: str) -> dict[str, Any]:
@@ -77,18 +73,14 @@ def results(generate: Any, kind: str) -> dict[str, Any]:
 
 def generated(kind: str, **arguments: Any) -> dict[str, Any]:
     """Results of a pipelined model on this rank."""
-    module = MODELS[kind]()
-    divided = module if parallel_state.get_tensor_model_parallel_size() == 1 else tensor_parallelize(module)
-    model = NxDPPModel(divided, num_microbatches=2, **arguments).eval()
+    model = NxDPPModel(MODELS[kind](), num_microbatches=2, **arguments).eval()
     found = results(model.generate, kind)
     return found | _of_llama(model) if kind == "llama" else found
 
 
 def on_two_ranks(rank: int) -> dict[str, Any]:
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
-    adapters()
     return {
-        "caches": caches_in_both_orders(),
         "chat": of_a_chat_model(rank),
         "llama": generated("llama"),
         "adapted gpt2": generated("adapted gpt2", virtual_pipeline_size=2),
@@ -100,7 +92,8 @@ def on_two_ranks(rank: int) -> dict[str, Any]:
 
 def on_four_ranks(rank: int) -> dict[str, Any]:
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2, tensor_model_parallel_size=2)
-    found: dict[str, Any] = {"llama": generated("llama")}
+    model = NxDPPModel(tensor_parallelize(MODELS["llama"]()), num_microbatches=2).eval()
+    found: dict[str, Any] = {"llama": results(model.generate, "few")}
     divided = NxDPPModel(tensor_parallelize(MODELS["llama"](), sequence_parallel=True))
     with pytest.raises(ValueError, match="cannot honour sequence_parallel=True"):
         divided.generate(prompt(2))
@@ -108,10 +101,6 @@ def on_four_ranks(rank: int) -> dict[str, Any]:
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
     found["replica"] = replica()
     found["shards"] = [train_sharded(generates) for generates in (False, True)]
-    parallel_state.destroy_model_parallel()
-    parallel_state.initialize_model_parallel()
-    model = NxDPPModel(OwnGeneration(), transformer_layer_cls=torch.nn.Linear)
-    assert model.generate(torch.ones(2), count=2).tolist() == [3, 3]
     return found
 
 
@@ -141,28 +130,13 @@ def _of_llama(model: Any) -> dict[str, Any]:
     torch.manual_seed(9)
     model.generate(long, max_new_tokens=3, do_sample=True)
     found["random number"] = torch.rand(1).item()
-    found["tensor setting"] = model.generate(long, max_new_tokens=3, eos_token_id=torch.tensor([1]), pad_token_id=0)
-    with torch.inference_mode():
-        found["inference"] = model.generate(long + 0, max_new_tokens=4)
     with torch.autocast(long.device.type, torch.bfloat16):
         found["autocast"] = model.generate(long, max_new_tokens=4)
-    found["after autocast"] = model.generate(long, max_new_tokens=4)
-    before = vars(model.original_module).get("_previous_max_cache_length")
-    model.generate(long, max_new_tokens=2, cache_implementation="static")
-    assert vars(model.original_module).get("_previous_max_cache_length") == before
-    messages = generation._kept[model].messages
     refuse(model, long)
-    assert generation._kept[model].messages is messages
-    with pytest.raises(ValueError, match="past_key_values: caches stay"):
-        model.generate(long, past_key_values=object())
     with pytest.raises(ValueError, match="output_attentions=True"):
         model.generate(long, output_attentions=True)
-    with pytest.raises(ValueError, match="cache_implementation='quantized'"):
-        model.generate(long, cache_implementation="quantized")
     with pytest.raises(ValueError, match="different tokens"):
         model.generate(long + model.rank, max_new_tokens=2)
-    with pytest.raises(ValueError, match=r"num_beams|temperature|model_kwargs"):
-        model.generate(long, max_new_tokens=2, unknown_argument=3)
     return found
 
 
@@ -173,25 +147,15 @@ def refuse(model: Any, ids: torch.Tensor) -> None:
         model.generate(batches, max_new_tokens=2, unknown_argument=3)
     with pytest.raises(ValueError, match="a streamer shows one batch"):
         model.generate(batches, max_new_tokens=2, streamer=Collected() if model.rank == 0 else None)
-    for name in ("output_attentions", "do_sample"):
-        with pytest.raises(ValueError, match=f"give {name} to generate itself"):
-            model.generate([{"input_ids": ids, name: True}], max_new_tokens=2)
-    for name, remedy in (
-        ("past_key_values", "give all tokens"),
-        ("encoder_outputs", "Give the encoder's inputs"),
-        ("inputs_embeds", "Give tokens"),
-    ):
-        for value in (object(), ids.float()):
-            with pytest.raises(ValueError, match=f"cannot honour {name}: .*{remedy}"):
-                model.generate([{"input_ids": ids, name: value}], max_new_tokens=2)
-            with pytest.raises(ValueError, match=f"cannot honour {name}: .*{remedy}"):
-                model.generate(batches, **{name: value})
-    for name, value in (("prefix_allowed_tokens_fn", print), ("logits_processor", [Odd()])):
-        with pytest.raises(ValueError, match=f"cannot honour {name} with num_microbatches=2"):
-            model.generate(ids, num_microbatches=2, **{name: value})
-    for name in ("assistant_early_exit", "prompt_lookup_num_tokens", "use_mtp"):
-        with pytest.raises(ValueError, match=f"cannot honour {name}=1"):
-            model.generate(ids, **{name: 1})
+    with pytest.raises(ValueError, match="give do_sample to generate itself"):
+        model.generate([{"input_ids": ids, "do_sample": True}], max_new_tokens=2)
+    for name, remedy in (("past_key_values", "give all tokens"), ("inputs_embeds", "Give tokens")):
+        with pytest.raises(ValueError, match=f"cannot honour {name}: .*{remedy}"):
+            model.generate([{"input_ids": ids, name: ids.float()}], max_new_tokens=2)
+    with pytest.raises(ValueError, match="cannot honour logits_processor with num_microbatches=2"):
+        model.generate(ids, num_microbatches=2, logits_processor=[Odd()])
+    with pytest.raises(ValueError, match="cannot honour prompt_lookup_num_tokens=1"):
+        model.generate(ids, prompt_lookup_num_tokens=1)
     dtype = torch.bfloat16 if model.rank == 0 else torch.float16
     with pytest.raises(ValueError, match="different settings"), torch.autocast(ids.device.type, dtype):
         model.generate(ids, max_new_tokens=2)
@@ -200,16 +164,7 @@ def refuse(model: Any, ids: torch.Tensor) -> None:
     with pytest.raises(ValueError, match=r"the dropout of model.layers.0.self_attn in training mode.*model.eval\(\)"):
         model.generate(ids, max_new_tokens=2)
     model.original_module.model.layers[0].self_attn.attention_dropout = 0.0
-    model.generate(ids, max_new_tokens=2)
     model.eval()
-
-
-def caches_in_both_orders() -> list[list[torch.Tensor]]:
-    found = []
-    for uses in ((False, True), (True, False)):
-        model = NxDPPModel(MODELS["llama"]()).eval()
-        found.append([model.generate(prompt(4), max_new_tokens=5, use_cache=use) for use in uses])
-    return found
 
 
 def chat_model() -> Any:
@@ -233,14 +188,9 @@ def of_a_chat_model(rank: int) -> dict[str, Any]:
     found = {"list": model.generate(batches, generation_config=GenerationConfig(max_new_tokens=6))}
     found["next number"] = torch.rand(())
     found["parts"] = model.generate(prompt(4), num_microbatches=4, generation_config=ending(chat_model()))
-    torch.manual_seed(5)
-    found["greedy"] = model.generate(batches, generation_config=GenerationConfig(max_new_tokens=6), do_sample=None)
     own: Any = model.original_module.generation_config
     own.guidance_scale = 2.0
     with pytest.raises(ValueError, match=r"cannot honour guidance_scale=2\.0"):
-        model.generate(prompt(4), generation_config=GenerationConfig(max_new_tokens=6))
-    own.update(guidance_scale=None, cache_implementation="quantized")
-    with pytest.raises(ValueError, match="cannot honour cache_implementation='quantized'"):
         model.generate(prompt(4), generation_config=GenerationConfig(max_new_tokens=6))
     return found
 
@@ -256,18 +206,16 @@ def test_settings_of_the_model_count_with_a_given_configuration(two_ranks: list[
         sampled.append(whole.generate(rows, generation_config=config))
     parts = whole.generate(prompt(4), generation_config=ending(whole))
     assert 0 in parts[0, 9:]
-    greedy = [whole.generate(rows, max_new_tokens=6, do_sample=False) for rows in prompt(4).split(2)]
     for rank in two_ranks:
         assert all(map(torch.equal, rank["chat"]["list"], sampled))
         assert torch.equal(rank["chat"]["next number"], number)
         assert torch.equal(rank["chat"]["parts"], parts)
-        assert all(map(torch.equal, rank["chat"]["greedy"], greedy))
 
 
 def of_images(model: Any) -> list[torch.Tensor]:
     found = [
         model.generate(**prompt_with_images(*images), max_new_tokens=4, num_beams=beams)
-        for images in ((1, 1), (2, 1), (1, 3))
+        for images in ((1, 1), (2, 1))
         for beams in (1, 2)
     ]
     if isinstance(model, NxDPPModel):
@@ -280,40 +228,10 @@ def of_images(model: Any) -> list[torch.Tensor]:
     return found
 
 
-def adapters() -> None:
-    model = NxDPPModel(MODELS["adapted gpt2"]()).eval()
-    if model.rank == 0:
-        adapted: Any = model.original_module
-        adapted.base_model.disable_adapter_layers()
-    with pytest.raises(ValueError, match="different settings"):
-        model.generate(prompt(2), max_new_tokens=2)
-
-
-class OwnGeneration(torch.nn.Module):
-    """Generates in its own way."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = torch.nn.ModuleList([torch.nn.Linear(2, 2)])
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = self.layers[0](x)
-        return y
-
-    def generate(self, inputs: torch.Tensor, count: int) -> torch.Tensor:
-        return inputs + count
-
-
-def test_a_first_forward_with_and_without_cache(two_ranks: list[dict[str, Any]]) -> None:
-    of_one = MODELS["llama"]().eval().generate(prompt(4), max_new_tokens=5)
-    for rank in two_ranks:
-        assert all(torch.equal(each, of_one) for order in rank["caches"] for each in order)
-
-
 def test_images_are_encoded_on_the_rank_of_their_modules(two_ranks: list[dict[str, Any]]) -> None:
     of_one = of_images(MODELS["llava"]().eval())
     for rank in two_ranks:
-        assert len(rank["llava"]) == 8
+        assert len(rank["llava"]) == 6
         assert all(map(torch.equal, rank["llava"], [*of_one, of_one[0], of_one[2]]))
 
 
@@ -329,8 +247,6 @@ def expected(kind: str) -> dict[str, Any]:
         for seed, rows in zip(torch.randint(2**63 - 1, (2,)).tolist(), long.split(2), strict=True):
             torch.manual_seed(seed)
             found["sampled list"].append(whole.generate(rows, max_new_tokens=6, do_sample=True))
-        found["tensor setting"] = whole.generate(long, max_new_tokens=3, eos_token_id=torch.tensor([1]), pad_token_id=0)
-        found["inference"] = found["after autocast"] = whole.generate(long, max_new_tokens=4)
         with torch.autocast("cpu", torch.bfloat16):
             found["autocast"] = whole.generate(long, max_new_tokens=4)
         whole.generate(long, max_new_tokens=3, streamer=streamer)
@@ -352,9 +268,7 @@ def test_tokens_equal_one_process(kind: str, two_ranks: list[dict[str, Any]]) ->
 
 
 def test_tensor_ranks_have_the_tokens_of_one_process(four_ranks: list[dict[str, Any]]) -> None:
-    of_one = expected("llama")
-    # In bfloat16 their rounding chooses other tokens.
-    del of_one["autocast"]
+    of_one = results(MODELS["llama"]().eval().generate, "few")
     for of_rank in four_ranks:
         assert_equal(of_rank["llama"], of_one)
     for ours, theirs in zip(four_ranks[2]["llama"]["scores"]["scores"], of_one["scores"]["scores"], strict=True):

@@ -7,12 +7,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import GenerationConfig
 
 from nxdpp import NxDPPModel, parallel_state
-from nxdpp.generation.own_loop import named_arguments
 from tests.support.run_ranks import run_ranks
-from tests.support.traced_models import make_model
 
 VOCABULARY, CONTEXT = 17, 8
 
@@ -75,14 +72,14 @@ def wrapped(model: nn.Module) -> Any:
     return NxDPPModel(model, Block, num_microbatches=2, output_loss_value_spec=(False, True))
 
 
-def generate(rank: int, ranks: int) -> dict[str, Any]:
-    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=ranks)
+def generate(rank: int) -> dict[str, Any]:
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
     torch.manual_seed(0)
     whole = SmallGPT()
     model = wrapped(copy.deepcopy(whole))
     rows = torch.arange(12).view(4, 3)
     model.run_train(idx=rows, targets=rows)
-    found: dict[str, Any] = {"dropout": error_of(model, rows, 2)} if ranks > 1 else {}
+    found: dict[str, Any] = {"dropout": error_of(model, rows, 2)}
     model.eval()
     whole.eval()
     found["parts"] = error_of(model, rows, 2, num_microbatches=2)
@@ -95,8 +92,6 @@ def generate(rank: int, ranks: int) -> dict[str, Any]:
             torch.manual_seed(5)
             both.append(each.generate(prompt, 9, **arguments))
         found[name] = both
-    if ranks == 1:
-        return found
     found["targets"] = error_of(wrapped(GivesTargets()).eval(), rows, 2)
     found["too much"] = error_of(wrapped(GivesTooMuch()).eval(), rows, 2)
     found["module"] = error_of(wrapped(CallsItsHead()).eval(), rows, 2)
@@ -109,27 +104,13 @@ def error_of(model: Any, *arguments: Any, **named: Any) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("ranks", [1, 2, pytest.param(4, marks=pytest.mark.sweep)])
-def test_tokens_of_one_process(ranks: int) -> None:
-    for rank in run_ranks(ranks, generate, ranks):
+def test_tokens_of_one_process() -> None:
+    for rank in run_ranks(2, generate):
         for name in ("one row", "rows"):
             ours, theirs = rank[name]
             assert torch.equal(ours, theirs), name
         assert "leave out num_microbatches=2" in rank["parts"]
-        if ranks > 1:
-            assert "in training mode" in rank["dropout"]
-            assert "without labels" in rank["targets"]
-            assert "too many positional arguments" in rank["too much"]
-            assert "is called on a rank that has no values of it" in rank["module"]
-
-
-def test_arguments_by_position_have_the_names_of_transformers() -> None:
-    model, settings = make_model("llama"), GenerationConfig(max_new_tokens=2)
-    rows = torch.ones(1, 3, dtype=torch.int64)
-
-    assert named_arguments(model, [settings], {"attention_mask": rows}) == {
-        "generation_config": settings,
-        "attention_mask": rows,
-    }
-    with pytest.raises(TypeError, match="too many positional"):
-        named_arguments(model, [None] * 20, {})
+        assert "in training mode" in rank["dropout"]
+        assert "without labels" in rank["targets"]
+        assert "too many positional arguments" in rank["too much"]
+        assert "is called on a rank that has no values of it" in rank["module"]

@@ -109,45 +109,6 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(tmp_path: Path) -> Non
     check_same(_states(other, theirs), before)
 
 
-def test_flat_options_are_taken_into_the_groups_of_the_optimizer(tmp_path: Path) -> None:
-    def grouped(net: Net, rate: float, apart: bool = True) -> optim.AdamW:
-        vectors, rest = [net.norm.weight, net.norm.bias], [net.embedding.weight, net.scale]
-        groups: list[dict[str, Any]] = [{"params": vectors}, {"params": []}, {"params": rest[:1]}, {"params": rest[1:]}]
-        if not apart:
-            groups = [{"params": [*vectors, *rest]}]
-        optimizer = optim.AdamW(groups, lr=rate)
-        if apart:
-            optimizer.param_groups[3]["weight_decay"] = rate
-        return optimizer
-
-    net = _trained(0)[0]
-    options = StateDictOptions(flatten_optimizer_state_dict=True)
-    flat = get_optimizer_state_dict(net, grouped(net, 0.5), options=options)
-    save({"model": get_model_state_dict(net), "optim": flat}, checkpoint_id=tmp_path / "flat", no_dist=True)
-    convert(tmp_path / "flat", tmp_path / "ours", "nxdpp", plain=True, optimizer=True)
-    for tag in ("flat", "ours"):
-        other = _trained(1)[0]
-        optimizer = grouped(other, 0.25)
-        # The conversion has each name of the tied weight.
-        load_checkpoint(tmp_path, tag, other, optimizer, strict=tag == "flat")
-        assert [group["lr"] for group in optimizer.param_groups] == [0.5, 0.25, 0.5, 0.5]
-        assert [group["weight_decay"] for group in optimizer.param_groups] == [0.01, 0.01, 0.01, 0.5]
-        with pytest.raises(
-            ValueError, match=r"param_groups\[0\] has norm.weight and scale, whose weight_decay differs"
-        ):
-            load_checkpoint(tmp_path, tag, other, grouped(other, 0.25, apart=False))
-    with pytest.raises(ValueError, match=r"has scale, and this optimizer does not"):
-        load_checkpoint(tmp_path, "flat", other, optim.AdamW(optimizer.param_groups[:3]))
-
-
-def test_files_of_another_save_are_refused(tmp_path: Path) -> None:
-    for tag, shape in (("wide", (2, 4)), ("high", (4, 2))):
-        save({"weight": torch.rand(shape)}, checkpoint_id=tmp_path / tag, no_dist=True)
-    (tmp_path / "wide" / "__0_0.distcp").replace(tmp_path / "high" / "__0_0.distcp")
-    with pytest.raises(ValueError, match=r"shape \[2, 4\], and by .metadata of torch.float32 and \[4, 2\]"):
-        load_checkpoint(tmp_path, "high", nn.Linear(2, 4, bias=False))
-
-
 def test_a_conversion_there_and_back_keeps_the_optimizer(tmp_path: Path) -> None:
     net, optimizer = _trained(0)
     save_checkpoint(tmp_path, "ours", net, optimizer)

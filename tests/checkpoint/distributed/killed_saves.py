@@ -21,7 +21,6 @@ import signal
 import sys
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -261,27 +260,8 @@ def kill_trainings(folder: Path, ranks: int, kills: int, seed: int) -> tuple[lis
     return outcomes, failures
 
 
-def table(outcomes: Sequence[Outcome]) -> str:
-    """Kills by moment and kind, then steps that were lost by layout and way of the save."""
-    counts = Counter((outcome.moment, outcome.kind) for outcome in outcomes)
-    rows = [["rank 0 was in", *KINDS], ["---"] * (1 + len(KINDS))]
-    rows += [[moment, *(str(counts[moment, kind]) for kind in KINDS)] for moment in MOMENTS]
-    text = "\n".join(f"| {' | '.join(row)} |" for row in rows)
-    rows = [["layout", "saves", "kills", "steps lost, mean", "most", "failures"], ["---"] * 6]
-    for layout in dict.fromkeys(outcome.layout for outcome in outcomes):
-        for is_async in (False, True):
-            own = [each for each in outcomes if each.layout == layout and each.is_async == is_async]
-            lost = [each.trained - each.resumed for each in own]
-            if own:
-                way = "asynchronous" if is_async else "synchronous"
-                failed = sum(bool(each.failures) for each in own)
-                mean = f"{sum(lost) / len(lost):.1f}"
-                rows.append([layout, way, str(len(own)), mean, str(max(lost)), str(failed)])
-    return text + "\n\n" + "\n".join(f"| {' | '.join(row)} |" for row in rows)
-
-
 def main(arguments: Sequence[str]) -> None:
-    """Print tables of the kills, and each failure; exit with 1 if there is one."""
+    """Print the kills, and each failure; exit with 1 if there is one."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=4, choices=sorted(_LAYOUTS))
     parser.add_argument("--kills", type=int, default=100)
@@ -291,7 +271,6 @@ def main(arguments: Sequence[str]) -> None:
         os.environ["TMPDIR"] = folder
         tempfile.tempdir = None
         outcomes, failures = kill_trainings(Path(folder), given.ranks, given.kills, given.seed)
-    print(table(outcomes))
     for number, outcome in enumerate(outcomes, 1):
         failures += [f"kill {number} of {outcome.kind}, {outcome.moment}: {failure}" for failure in outcome.failures]
     print("\n".join(["", *failures]))

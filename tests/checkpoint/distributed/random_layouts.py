@@ -101,11 +101,6 @@ class Case:
             return Zero1Optimizer(groups, self._class.func, grad_clipping=False, **self._class.keywords)  # type: ignore[arg-type]  # a class
         return Zero1Optimizer(groups, self._class, grad_clipping=False)  # type: ignore[arg-type]  # a class
 
-    @property
-    def is_half(self) -> bool:
-        """The model is in bfloat16."""
-        return self._is_half
-
     def _layout(self, draw: random.Random) -> Drawn:
         tensor, pipeline = draw.choice(((1, 1), (1, 2), (2, 1), (2, 1), (2, 2), (2, 2), (1, 4), (4, 1)))
         if not self._pads:

@@ -1,4 +1,4 @@
-"""16 steps equal 8 steps, a stop, and 8 steps of new processes."""
+"""Going on in new processes: to the bit in the same layout, and but for rounding in others."""
 
 from pathlib import Path
 
@@ -12,11 +12,9 @@ from tests.checkpoint.distributed.layouts import Layout, Training, tensors_in
 from tests.support import models, tensor_models
 from tests.support.run_ranks import run_ranks
 
-STEPS, STOP = 16, 8
+STEPS, STOP = 6, 2
 MEAN_LOSS = {"broadcast_and_average_loss": True}
 STAGES, ZERO1, TENSOR = Layout(2, 1, False, MEAN_LOSS), Layout(1, 1, True, MEAN_LOSS), Layout(1, 2, False, MEAN_LOSS)
-WANDERING = ((STAGES, STOP), (ZERO1, 12), (TENSOR, STEPS))
-"""Layouts that go on with one training, each up to a step."""
 
 
 def _dropping() -> nn.Module:
@@ -54,44 +52,62 @@ def _train(rank: int, path: Path, layout: Layout, source: str | None, name: str,
     return losses
 
 
-def _go_on_and_train_all(rank: int, path: Path, layout: Layout) -> tuple[list[float | None], list[float | None]]:
-    later = _train(rank, path, layout, "half", "halves", STEPS)
-    return later, _train(rank, path, layout, None, "whole", STEPS)
+def _begin(rank: int, path: Path) -> list[list[float | None]]:
+    """Halves and whole trainings: with dropout, whose masks differ between the replicas, and without."""
+    return [
+        _train(rank, folder, layout, None, name, last)
+        for folder, layout in ((path, ZERO1), (path / "wandering", STAGES))
+        for name, last in (("half", STOP), ("whole", STEPS))
+    ]
 
 
-@pytest.mark.parametrize("layout", [STAGES, ZERO1], ids=["stages", "zero1"])
-def test_going_on_in_the_same_layout_is_exact(layout: Layout, tmp_path: Path) -> None:
-    """With dropout, whose masks differ between the replicas and between the steps."""
-    first = run_ranks(2, _train, tmp_path, layout, None, "half", STOP)[0]
-    later, whole = run_ranks(2, _go_on_and_train_all, tmp_path, layout)[0]
+def _go_on(rank: int, path: Path) -> list[list[float | None]]:
+    later = _train(rank, path, ZERO1, "half", "halves", STEPS)
+    wandering = path / "wandering"
+    others = _train(rank, wandering, ZERO1, "half", "middle", STOP + 2)
+    return [later, others + _train(rank, wandering, TENSOR, "middle", "halves", STEPS)]
+
+
+def test_going_on_in_new_processes(tmp_path: Path) -> None:
+    half, whole, other_half, other_whole = run_ranks(2, _begin, tmp_path)[0]
+    later, others = run_ranks(2, _go_on, tmp_path)[0]
     assert len(whole) == STEPS
-    assert first + later == whole
+    assert half + later == whole
     document, tensors = tensors_in(tmp_path / "halves")
     expected_document, expected = tensors_in(tmp_path / "whole")
     assert tensors.keys() == expected.keys()
     assert [name for name in expected if not torch.equal(tensors[name], expected[name])] == []
     for key in ("optimizer", "scheduler", "random"):
         assert document.content[key] == expected_document.content[key]
-
-
-def _wander(rank: int, path: Path) -> tuple[list[float | None], list[float | None]]:
-    """The second half in two layouts, and the whole training in the first layout."""
-    (_, _), *others = WANDERING
-    losses, source = [], "half"
-    for layout, last in others:
-        losses += _train(rank, path, layout, source, f"step_{last}", last)
-        source = f"step_{last}"
-    return losses, _train(rank, path, STAGES, None, "whole", STEPS)
-
-
-def test_going_on_in_other_layouts_differs_by_rounding_alone(tmp_path: Path) -> None:
-    path = tmp_path / "wandering"
-    first = run_ranks(2, _train, path, STAGES, None, "half", STOP)[0]
-    later, whole = run_ranks(2, _wander, path)[0]
-    assert first == whole[:STOP]
-    assert first + later == pytest.approx(whole, rel=1e-6)
-    tensors, expected = tensors_in(path / f"step_{STEPS}")[1], tensors_in(path / "whole")[1]
+    # Other layouts differ by rounding alone.
+    assert other_half == other_whole[:STOP]
+    assert other_half + others == pytest.approx(other_whole, rel=1e-6)
+    tensors, expected = (tensors_in(tmp_path / "wandering" / name)[1] for name in ("halves", "whole"))
     assert tensors.keys() == expected.keys()
     for name, tensor in expected.items():
         distance = (tensors[name] - tensor).norm() / tensor.norm()
         assert distance <= 1e-6, (name, distance)
+
+
+def _three_replicas(rank: int, path: Path) -> list[str]:
+    """Names of the parameters whose values differ after a load in the middle."""
+    parallel_state.initialize_model_parallel()
+
+    def step(of: Training, number: int) -> None:
+        ids = torch.randint(0, models.VOCABULARY, (4, 6), generator=torch.Generator().manual_seed(100 * number + rank))
+        of.step({"input_ids": ids, "labels": ids})
+
+    whole, resumed = (Training(_llama, Layout()) for _ in range(2))
+    step(whole, 0)
+    save_checkpoint(path, "middle", whole.model, whole.optimizer, whole.scheduler)
+    load_checkpoint(path, "middle", resumed.model, resumed.optimizer, resumed.scheduler)
+    for each in (whole, resumed):
+        step(each, 1)
+        step(each, 2)
+    expected = dict(whole.model.local_named_parameters())
+    return [name for name, each in resumed.model.local_named_parameters() if not torch.equal(each, expected[name])]
+
+
+def test_the_first_step_after_a_load_averages_in_the_order_of_the_others(tmp_path: Path) -> None:
+    """Over more replicas than two, the order of a sum shows in its last bit."""
+    assert run_ranks(3, _three_replicas, tmp_path) == [[], [], []]

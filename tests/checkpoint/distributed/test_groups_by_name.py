@@ -15,6 +15,7 @@ from torch.optim import SGD, AdamW, Muon, Optimizer
 from torch.optim import lr_scheduler as rates
 
 from nxdpp import NxDPPModel, parallel_state
+from nxdpp.checkpoint.distributed.parameter_groups import SavedGroup, joined_groups
 from nxdpp.doors.nxd.checkpoint import load_checkpoint, save_checkpoint
 from tests.support.run_ranks import run_ranks
 
@@ -80,13 +81,6 @@ def _nested_scheduler(model: nn.Module, is_resumed: bool) -> Made:
     return optimizer, rates.SequentialLR(optimizer, parts, [2])
 
 
-def _plateau(model: nn.Module, is_resumed: bool) -> Made:
-    groups = _by_layer(model, is_resumed)
-    optimizer = AdamW(groups)
-    lowest = [1e-3 * 0.8 ** group["layer"] for group in groups]
-    return optimizer, rates.ReduceLROnPlateau(optimizer, patience=0, threshold=1e9, factor=0.1, min_lr=lowest)
-
-
 def _matrices_and_vectors(model: nn.Module, is_resumed: bool) -> Made:
     parameters = list(model.parameters())
     muon = Muon([{"params": [each for each in parameters if each.ndim > 1]}], lr=0.01)
@@ -104,10 +98,7 @@ def _first_and_last_layers(model: nn.Module, is_resumed: bool) -> Made:
 
 
 CASES: dict[str, Callable[[nn.Module, bool], Made]] = {
-    "rates by layer": _rates_by_layer,
     "nested scheduler": _nested_scheduler,
-    "plateau": _plateau,
-    "matrices and vectors": _matrices_and_vectors,
     "first and last layers": _first_and_last_layers,
 }
 
@@ -125,7 +116,7 @@ def _train(
             optimizer.step()
             optimizer.zero_grad()
         for scheduler in _each(made[1]):
-            scheduler.step(*([1.0] if isinstance(scheduler, rates.ReduceLROnPlateau) else []))
+            scheduler.step()
 
 
 def _options(model: nn.Module, made: Made) -> dict[str, dict[str, Any]]:
@@ -178,44 +169,35 @@ def _on_ranks(rank: int, path: Path, pipeline: int, arguments: dict[str, Any], s
     return found
 
 
-def _several(rank: int, *calls: tuple[Any, ...]) -> list[dict[str, Any]]:
-    return [_on_ranks(rank, *call) for call in calls]
+def _four_ranks(rank: int, path: Path) -> list[dict[str, Any]]:
+    """The next steps of what two ranks have saved, in four stages; the last ones from there, and with replicas."""
+    _on_ranks(rank, path, 4, {}, "two", "four")
+    _on_ranks(rank, path, 2, {}, "two", "replicas")
+    return [
+        _on_ranks(rank, path, 4, INTERLEAVED, "four", "end"),
+        _on_ranks(rank, path, 2, INTERLEAVED, "replicas", "last"),
+    ]
 
 
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, list[list[dict[str, Any]]]]]:
-    """Trainings of 9 steps over two stops, by the layout of their last 3: options of each rank."""
-    path = tmp_path_factory.mktemp("groups")
-    run_ranks(2, _several, (path, 2, {}, "", "two"))
-    four = run_ranks(
-        4,
-        _several,
-        (path, 4, {}, "two", "four"),
-        (path, 2, {}, "two", "replicas"),
-        (path, 4, INTERLEAVED, "four", "end"),
-    )
-    last = run_ranks(2, _several, (path, 2, {}, "four", "back"), (path, 2, INTERLEAVED, "replicas", "last"))
-    found = {
-        "2, 4, interleaved": [each[2] for each in four],
-        "2, 4, 2": [each[0] for each in last],
-        "2, 2 with replicas, interleaved": [each[1] for each in last],
-    }
-    return path, found
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_a_training_resumes_in_another_layout(case: str, trained: tuple[Path, dict[str, Any]]) -> None:
-    expected = _in_one_process(case)
-    path, found = trained
-    one = {f"2, {tag}, one process": [{case: _in_one_process(case, path / case, tag)}] for tag in ("four", "replicas")}
-    for layouts, ranks in {**found, **one}.items():
-        joined = {name: options for rank in ranks for name, options in rank[case].items()}
-        assert joined.keys() == expected.keys()
-        is_exact = "replicas" not in layouts
-        for name, options in expected.items():
-            values, wanted = joined[name].pop("values"), options["values"]
-            assert torch.equal(values, wanted) if is_exact else torch.allclose(values, wanted), (layouts, name)
-            assert joined[name] == {key: each for key, each in options.items() if key != "values"}, (layouts, name)
+def test_a_training_resumes_in_another_layout(tmp_path: Path) -> None:
+    """Trainings of 9 steps over two stops."""
+    run_ranks(2, _on_ranks, tmp_path, 2, {}, "", "two")
+    of_ranks = run_ranks(4, _four_ranks, tmp_path)
+    for case in CASES:
+        expected = _in_one_process(case)
+        found = {
+            "2, 4, interleaved": [each[0][case] for each in of_ranks],
+            "2, replicas, interleaved": [each[1][case] for each in of_ranks],
+            "2, 4, one process": [_in_one_process(case, tmp_path / case, "four")],
+        }
+        for layouts, ranks in found.items():
+            joined = {name: options for rank in ranks for name, options in rank.items()}
+            assert joined.keys() == expected.keys()
+            is_exact = "replicas" not in layouts
+            for name, options in expected.items():
+                values, wanted = joined[name].pop("values"), options["values"]
+                assert torch.equal(values, wanted) if is_exact else torch.allclose(values, wanted), (layouts, name)
+                assert joined[name] == {key: each for key, each in options.items() if key != "values"}, (layouts, name)
 
 
 def _refuse_apart(rank: int, path: Path) -> list[str]:
@@ -226,24 +208,15 @@ def _refuse_apart(rank: int, path: Path) -> list[str]:
     whole = AdamW(wrapped.parameters(), lr=0.1)
     by_layer, falling = _rates_by_layer(wrapped, False)
     save_checkpoint(path, "several", wrapped, several, schedulers)
-    save_checkpoint(path, "one", wrapped, whole)
     save_checkpoint(path, "layers", wrapped, by_layer, falling)
     other = {"muon": several["rest"], "rest": several["muon"]}
-    unnamed: Any = {3: whole}
-    state: Any = [whole.state_dict()]
     acts: list[Callable[[], Any]] = [
         lambda: load_checkpoint(path, "several", wrapped, whole, schedulers),
-        lambda: load_checkpoint(path, "several", wrapped, list(several.values()), schedulers),
-        lambda: load_checkpoint(path, "several", wrapped, {**several, "more": whole}, schedulers),
         lambda: load_checkpoint(path, "several", wrapped, other, schedulers),
         lambda: load_checkpoint(path, "several", wrapped, several, {"muon": schedulers["muon"]}),
-        lambda: load_checkpoint(path, "one", wrapped, [whole]),
         lambda: load_checkpoint(path, "layers", wrapped, scheduler=falling),
         lambda: save_checkpoint(path, "shared", wrapped, [whole, several["rest"]]),
-        lambda: save_checkpoint(path, "twice", wrapped, [whole, whole]),
         lambda: save_checkpoint(path, "named", wrapped, [whole] if rank else {"a": whole}),
-        lambda: save_checkpoint(path, "names", wrapped, unnamed),
-        lambda: save_checkpoint(path, "state", wrapped, state),
         lambda: save_checkpoint(path, "stepped", wrapped, by_layer, falling),
     ]
     errors = []
@@ -262,17 +235,11 @@ def _refuse_apart(rank: int, path: Path) -> list[str]:
 
 SENTENCES = [
     "has the state of a dict, {'muon': Muon, 'rest': AdamW}, and optimizer= is one optimizer, AdamW: give it as in",
-    "has the state of a dict, {'muon': Muon, 'rest': AdamW}, and optimizer= is a list, [Muon, AdamW]: give it as in",
-    "and optimizer= is a dict, {'muon': Muon, 'rest': AdamW, 'more': AdamW}: give it as in the save",
     "has the state of Muon, and the optimizer 'muon' is AdamW: make the optimizer that was saved",
     "has the state of muon, rest, and scheduler= has muon: give the schedulers that were saved, by the same names",
-    "has the state of one optimizer, AdamW, and optimizer= is a list, [AdamW]: give it as in the save",
     "has 16 values in base_lrs, one for each parameter group, and this one has 8: give optimizer= too",
     "the optimizers '0' and '1' both have 0.norm.weight: give each parameter to one of them",
-    "optimizer= has one optimizer twice: give each once",
     "make the same call on every rank",
-    "optimizer= has the name 3: names are texts that can be printed",
-    "optimizer is of class list: give the optimizer itself, or a list of optimizers or a dict of them by name",
     "schedulers are in different states on ranks 0 and 1",
 ]
 
@@ -281,3 +248,13 @@ def test_what_does_not_go_together_is_refused(tmp_path: Path) -> None:
     for errors in run_ranks(2, _refuse_apart, tmp_path):
         for error, sentence in zip(errors, SENTENCES, strict=True):
             assert sentence in error
+
+
+def test_options_of_one_parameter_that_contradict_each_other_are_refused() -> None:
+    one, other = SavedGroup({"lr": 1, "eps": 0}, ["a"]), SavedGroup({"lr": 3, "eps": 0}, ["a"])
+    with pytest.raises(ValueError, match="group of a has lr=1 on rank 0 and 3 on rank 2: set the same options"):
+        joined_groups([[one], [one], [other]])
+    with pytest.raises(ValueError, match=r"group of a has more=None on rank 0 and 1 on rank 1"):
+        joined_groups([[one], [SavedGroup({"lr": 1, "eps": 0, "more": 1}, ["a"])]])
+    with pytest.raises(ValueError, match=r"group of a has base_lrs=1 on rank 0 and 2 on rank 1"):
+        joined_groups([[one._replace(scheduled={"base_lrs": 1})], [one._replace(scheduled={"base_lrs": 2}), other]])

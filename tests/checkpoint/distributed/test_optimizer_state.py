@@ -1,6 +1,5 @@
-"""State of optimizers in one process: of any optimizer of torch, of a user's own, and in other dtypes."""
+"""State of optimizers and schedulers in one process: they go on exactly, and what does not fit is refused."""
 
-import warnings
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -10,6 +9,7 @@ import pytest
 import torch
 from torch import nn, optim
 from torch.optim import AdamW, Optimizer
+from torch.optim import lr_scheduler as rates
 
 from nxdpp.checkpoint.distributed.optimizer_state import Held
 from nxdpp.doors.nxd.checkpoint import load_checkpoint, save_checkpoint
@@ -22,10 +22,12 @@ Make = Callable[..., Optimizer]
 class Net(nn.Module):
     """Matrices, vectors, a number and a parameter without elements."""
 
-    def __init__(self, seed: int = 0, dtype: torch.dtype = torch.float32, matrices_alone: bool = False) -> None:
+    def __init__(
+        self, seed: int = 0, dtype: torch.dtype = torch.float32, matrices_alone: bool = False, width: int = 8
+    ) -> None:
         torch.manual_seed(seed)
         super().__init__()
-        self.first = nn.Linear(8, 6, not matrices_alone, dtype=dtype)
+        self.first = nn.Linear(width, 6, not matrices_alone, dtype=dtype)
         self.last = nn.Linear(6, 4, not matrices_alone, dtype=dtype)
         self.scale = None if matrices_alone else nn.Parameter(torch.rand((), dtype=dtype))
         self.empty = None if matrices_alone else nn.Parameter(torch.rand(0, 3, dtype=dtype))
@@ -37,7 +39,7 @@ class Net(nn.Module):
         return result
 
 
-def _train(model: Net, optimizer: Optimizer, steps: range) -> list[float]:
+def _train(model: Net, optimizer: Optimizer, steps: range, scheduler: Any = None) -> list[float]:
     losses = []
     for step in steps:
         inputs = torch.randn(5, 8, generator=torch.Generator().manual_seed(step)).to(model.first.weight.dtype)
@@ -49,59 +51,69 @@ def _train(model: Net, optimizer: Optimizer, steps: range) -> list[float]:
             return loss
 
         losses.append(float(optimizer.step(closure).detach()))  # type: ignore[arg-type, attr-defined]  # torch wants floats
+        if scheduler is not None:
+            scheduler.step(*([losses[-1]] if isinstance(scheduler, rates.ReduceLROnPlateau) else []))
     return losses
 
 
-def _goes_on(path: Path, saved: Make, loaded: Make, **options: Any) -> tuple[Optimizer, Optimizer]:
+def _goes_on(
+    path: Path, saved: Make, loaded: Make, make_rates: Any = None, before: int = 3, **options: Any
+) -> tuple[Optimizer, Optimizer]:
     """Compare losses and weights of a training with one that goes on in another model and optimizer."""
     models = [Net(seed, **options) for seed in range(2)]
     optimizers = saved(models[0].parameters()), loaded(models[1].parameters())
-    _train(models[0], optimizers[0], range(3))
-    # The second has a state of its own that is replaced.
-    _train(models[1], optimizers[1], range(5, 7))
-    save_checkpoint(path, "saved", models[0], optimizers[0])
-    load_checkpoint(path, "saved", models[1], optimizers[1])
-    losses = [_train(model, optimizer, range(3, 7)) for model, optimizer in zip(models, optimizers, strict=True)]
+    schedulers = [make_rates(each) if make_rates else None for each in optimizers]
+    _train(models[0], optimizers[0], range(before), schedulers[0])
+    if before:
+        # The second has a state of its own that is replaced.
+        _train(models[1], optimizers[1], range(5, 7))
+    save_checkpoint(path, "saved", models[0], optimizers[0], schedulers[0])
+    load_checkpoint(path, "saved", models[1], optimizers[1], schedulers[1])
+    losses = [_train(*each[:2], range(3, 7), each[2]) for each in zip(models, optimizers, schedulers, strict=True)]
     assert losses[0] == losses[1]
     for name, value in models[0].state_dict().items():
         assert torch.equal(models[1].state_dict()[name], value), name
+    assert [group["lr"] for group in optimizers[0].param_groups] == [
+        group["lr"] for group in optimizers[1].param_groups
+    ]
     return optimizers
 
 
-OPTIMIZERS: dict[str, Make] = {
-    "adadelta": optim.Adadelta,
-    "adamax": optim.Adamax,
-    "asgd": partial(optim.ASGD, t0=1),
-    "foreach": partial(AdamW, foreach=True, amsgrad=True),
-    "fused": partial(AdamW, fused=True),
-    "nadam": optim.NAdam,
-    "radam": optim.RAdam,
-    "rate in a tensor": partial(AdamW, lr=torch.tensor(1e-2), foreach=False),
-    "rprop": optim.Rprop,
-}
+ADAMW = partial(AdamW, lr=1e-2)
+OPTIMIZERS: list[Make] = [
+    optim.Adadelta, optim.Adagrad, optim.Adamax, optim.NAdam, optim.RAdam, optim.Rprop, optim.Adafactor,
+    partial(optim.SGD, lr=0.01, momentum=0.9), partial(optim.SGD, lr=0.01), partial(optim.ASGD, t0=1),
+    partial(optim.RMSprop, momentum=0.9, centered=True), partial(AdamW, foreach=True, amsgrad=True),
+    partial(AdamW, fused=True), partial(AdamW, lr=torch.tensor(1e-2), foreach=False),
+]  # fmt: skip
+SCHEDULERS: list[Callable[[Optimizer], Any]] = [
+    lambda optimizer: rates.OneCycleLR(optimizer, 1e-2, total_steps=20),
+    lambda optimizer: rates.SequentialLR(
+        optimizer, [rates.LinearLR(optimizer, total_iters=2), rates.CosineAnnealingLR(optimizer, 10)], [2]
+    ),
+    lambda optimizer: rates.ReduceLROnPlateau(optimizer, patience=0),
+]
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_an_optimizer_of_torch_goes_on(name: str, tmp_path: Path) -> None:
-    _, loaded = _goes_on(tmp_path, OPTIMIZERS[name], OPTIMIZERS[name])
-    assert isinstance(loaded.param_groups[0]["lr"], torch.Tensor) == (name == "rate in a tensor")
-
-
-def test_optimizers_of_matrices_go_on(tmp_path: Path) -> None:
+def test_optimizers_and_schedulers_of_torch_go_on(tmp_path: Path) -> None:
+    for number, make in enumerate(OPTIMIZERS):
+        _goes_on(tmp_path / str(number), make, make)
+    for number, make_rates in enumerate(SCHEDULERS):
+        _goes_on(tmp_path / f"rates {number}", ADAMW, ADAMW, make_rates)
     _goes_on(tmp_path / "muon", optim.Muon, optim.Muon, matrices_alone=True)
-    _goes_on(tmp_path / "adafactor", optim.Adafactor, optim.Adafactor)
+    _goes_on(tmp_path / "unused", ADAMW, ADAMW, before=0)
 
 
-def test_a_kernel_gets_its_steps_on_the_device_of_the_values(tmp_path: Path) -> None:
-    model, other = Net(), Net()
-    optimizer = optim.Adam(model.parameters(), fused=True)
-    _train(model, optimizer, range(2))
-    save_checkpoint(tmp_path, "saved", model, optimizer)
-    theirs = optim.Adam(other.parameters())
-    for parameter in other.first.parameters():
-        theirs.state[parameter]["step"] = torch.zeros((), device="meta")
-    load_checkpoint(tmp_path, "saved", other, theirs)
-    assert all(state["step"].device.type == "cpu" for state in theirs.state.values())
+def test_a_scheduler_of_another_class_is_refused_and_one_left_out_is_named(tmp_path: Path) -> None:
+    model = Net()
+    optimizer = ADAMW(model.parameters())
+    save_checkpoint(tmp_path, "saved", model, optimizer, rates.CosineAnnealingLR(optimizer, 10))
+    other = rates.StepLR(optimizer, 5)
+    with pytest.raises(ValueError, match="has T_max, eta_min, and this StepLR has gamma, step_size: make the schedu"):
+        load_checkpoint(tmp_path, "saved", model, optimizer, other)
+    assert not hasattr(other, "T_max")
+    with pytest.warns(UserWarning, match="has the state of a scheduler, which is not loaded: give scheduler="):
+        load_checkpoint(tmp_path, "saved", model, optimizer)
 
 
 class Own(Optimizer):
@@ -129,58 +141,40 @@ class Counting(optim.SGD):
         return {**super().state_dict(), "calls": 1}
 
 
-def _global(params: Any) -> Optimizer:
-    optimizer = optim.SGD(params, lr=0.1)
-    optimizer.state["calls"] = 1  # type: ignore[index]  # a key that is no tensor is what is tested
-    return optimizer
-
-
-VALUES: list[Callable[[nn.Parameter], Any]] = [
-    lambda parameter: None,
-    lambda parameter: float("-inf"),
-    lambda parameter: parameter > 0,
-    lambda parameter: torch.arange(3),
-    lambda parameter: torch.tensor([1 + 2j]),
-]
-
-
 def test_numbers_and_dense_tensors_of_a_users_optimizer_come_back(tmp_path: Path) -> None:
-    for number, value in enumerate(VALUES):
+    values: list[Callable[[nn.Parameter], Any]] = [
+        lambda parameter: float("-inf"),
+        lambda parameter: parameter > 0,
+        lambda parameter: torch.tensor([1 + 2j]),
+    ]
+    for number, value in enumerate(values):
         make = partial(Own, value=value)
         saved, loaded = _goes_on(tmp_path / str(number), make, make)
         for one, other in zip(saved.state.values(), loaded.state.values(), strict=True):
             assert repr(one["own"]) == repr(other["own"])
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (partial(Own, value=lambda parameter: [1.0]), r"the state 'own' of .* is a list.* user_content=optimizer"),
+def test_other_state_is_refused(tmp_path: Path) -> None:
+    """What a list holds is content of the user."""
+    others: list[tuple[Make, str]] = [
         (partial(Own, value=lambda parameter: {"a": 1}), "the state 'own' of .* is a dict"),
-        (partial(Own, value=lambda parameter: "hot"), "the state 'own' of .* is a str"),
         (partial(Own, value=lambda parameter: torch.eye(2).to_sparse()), "is a tensor of layout torch.sparse_coo"),
         (partial(Own, value=torch.clone, key="master"), "has a state 'master' of its own .*another key"),
         (partial(Counting, lr=0.1), "Counting has the state 'calls', which belongs to no parameter"),
-        (_global, "SGD has the state 'calls', which belongs to no parameter"),
         (partial(optim.LBFGS, max_iter=3), "of .* is a list.* user_content=optimizer"),
-    ],
-)
-def test_other_state_is_refused(make: Make, message: str, tmp_path: Path) -> None:
-    model = Net()
-    optimizer = make(model.parameters())
-    _train(model, optimizer, range(2))
-    with pytest.raises(ValueError, match=message):
-        save_checkpoint(tmp_path, "saved", model, optimizer)
-    assert not any(tmp_path.iterdir())
-
-
-def test_lists_are_content_of_the_user(tmp_path: Path) -> None:
-    models = [Net(seed) for seed in range(2)]
-    optimizers = [optim.LBFGS(model.parameters(), max_iter=3) for model in models]
-    _train(models[0], optimizers[0], range(2))
-    save_checkpoint(tmp_path, "saved", models[0], user_content=optimizers[0].state_dict())
-    optimizers[1].load_state_dict(load_checkpoint(tmp_path, "saved", models[1]))
-    assert _train(models[0], optimizers[0], range(2, 4)) == _train(models[1], optimizers[1], range(2, 4))
+    ]
+    for make, message in others:
+        model = Net()
+        optimizer = make(model.parameters())
+        _train(model, optimizer, range(2))
+        with pytest.raises(ValueError, match=message):
+            save_checkpoint(tmp_path, "saved", model, optimizer)
+        assert not any(tmp_path.iterdir())
+    save_checkpoint(tmp_path, "saved", model, user_content=optimizer.state_dict())
+    other = Net(1)
+    theirs = optim.LBFGS(other.parameters(), max_iter=3)
+    theirs.load_state_dict(load_checkpoint(tmp_path, "saved", other))
+    assert _train(model, optimizer, range(2, 4)) == _train(other, theirs, range(2, 4))
 
 
 HALF: dict[str, Any] = {"dtype": torch.bfloat16}
@@ -191,23 +185,19 @@ MASTERS: dict[str, Make] = {
 
 
 @pytest.mark.usefixtures("one_rank")
-@pytest.mark.parametrize("saved", MASTERS)
-@pytest.mark.parametrize("loaded", MASTERS)
-def test_master_copies_go_from_one_optimizer_to_another(saved: str, loaded: str, tmp_path: Path) -> None:
-    _goes_on(tmp_path, MASTERS[saved], MASTERS[loaded], **HALF)
-
-
-@pytest.mark.usefixtures("one_rank")
-def test_full_precision_goes_from_one_optimizer_to_another(tmp_path: Path) -> None:
+def test_state_goes_from_one_optimizer_to_another(tmp_path: Path) -> None:
+    masters, zero1 = MASTERS.values()
     plain = partial(AdamW, lr=0.1)
-    _goes_on(tmp_path / "sharded", plain, MASTERS["zero1"])
-    _goes_on(tmp_path / "plain", MASTERS["zero1"], plain)
-    _goes_on(tmp_path / "masters", MASTERS["zero1"], MASTERS["masters"])
+    half = [(masters, masters), (masters, zero1), (zero1, masters)]
+    for number, (saved, loaded) in enumerate(half):
+        _goes_on(tmp_path / f"half {number}", saved, loaded, **HALF)
+    for number, (saved, loaded) in enumerate([(plain, zero1), (zero1, plain)]):
+        _goes_on(tmp_path / str(number), saved, loaded)
 
 
 @pytest.mark.usefixtures("one_rank")
-@pytest.mark.parametrize("name", MASTERS)
-def test_state_has_the_dtype_of_the_optimizer_that_loads_it(name: str, tmp_path: Path) -> None:
+def test_state_has_the_dtype_of_the_optimizer_that_loads_it(tmp_path: Path) -> None:
+    name = "zero1"
     model, other = Net(**HALF), Net(1, **HALF)
     optimizer = AdamW(model.parameters(), lr=0.1)
     _train(model, optimizer, range(3))
@@ -245,26 +235,6 @@ def test_master_copies_that_were_not_saved_are_the_parameters() -> None:
     assert masters.tolist() == [3.0, 4.0, 5.0]
 
 
-@pytest.mark.usefixtures("one_rank")
-def test_state_of_parameters_that_a_sharding_optimizer_leaves_out_is_refused(tmp_path: Path) -> None:
-    model = Net()
-    optimizer = MASTERS["zero1"](model.parameters())
-    _train(model, optimizer, range(2))
-    save_checkpoint(tmp_path, "saved", model, optimizer)
-    other = Net(1)
-    other.first.weight.requires_grad_(False)
-    theirs = MASTERS["zero1"](other.parameters())
-    before = {name: value.clone() for name, value in other.state_dict().items()}
-    with pytest.raises(ValueError, match=r"state of first.weight, which do not require a gradient: call requires_grad"):
-        load_checkpoint(tmp_path, "saved", other, theirs)
-    assert all(torch.equal(before[name], value) for name, value in other.state_dict().items())
-    load_checkpoint(tmp_path, "saved", other, theirs, strict=False)
-    # The remedy.
-    other.first.weight.requires_grad_(True)
-    load_checkpoint(tmp_path, "saved", other, theirs)
-    assert _train(model, optimizer, range(2, 5)) == _train(other, theirs, range(2, 5))
-
-
 def test_parameters_frozen_or_added_since(tmp_path: Path) -> None:
     model = Net()
     model.last.requires_grad_(False)
@@ -291,38 +261,54 @@ def test_parameters_frozen_or_added_since(tmp_path: Path) -> None:
     assert theirs.param_groups[1]["lr"] == 0.2
 
 
-def test_another_precision_of_the_model_is_refused_with_a_remedy(tmp_path: Path) -> None:
-    half = Net(**HALF)
-    save_checkpoint(tmp_path, "half", half)
-    model = Net(1)
-    with pytest.raises(ValueError, match=r"build the model that was saved\. A training with master copies and one w"):
-        load_checkpoint(tmp_path, "half", model)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        load_checkpoint(tmp_path, "half", model.bfloat16())
-    assert torch.equal(model.float().first.weight, half.first.weight.float())
+def _grouped(model: Net) -> Optimizer:
+    rest = [model.scale, model.empty, *model.last.parameters()]
+    groups: list[dict[str, Any]] = [{"params": list(model.first.parameters())}, {"params": rest, "weight_decay": 0.0}]
+    return AdamW(groups, lr=1e-2)
 
 
-@pytest.mark.usefixtures("one_rank")
-def test_state_that_a_constructor_makes_of_frozen_parameters_stays(tmp_path: Path) -> None:
-    def frozen(seed: int, sharded: bool) -> tuple[Net, Optimizer]:
-        model = Net(seed)
-        model.last.requires_grad_(False)
-        if not sharded:
-            return model, optim.Adagrad(model.parameters(), initial_accumulator_value=0.5)
-        return model, Zero1Optimizer(
-            model.parameters(), optim.Adagrad, grad_clipping=False, initial_accumulator_value=0.5
-        )
+def _single(model: Net) -> Optimizer:
+    return AdamW(model.parameters(), lr=1e-2)
 
-    for number, sharded in enumerate((True, False)):
-        model, optimizer = frozen(0, sharded)
+
+def _partial(model: Net) -> Optimizer:
+    return AdamW(model.last.parameters(), lr=1e-2)
+
+
+def _other_class(model: Net) -> Optimizer:
+    return optim.SGD(model.parameters(), lr=1e-2)
+
+
+REFUSED: list[tuple[Make, Make, dict[str, Any], str]] = [
+    (_single, _grouped, {}, "in groups with weight_decay=0.01 and 0.0, and were in one group of the checkpoint"),
+    (_grouped, _single, {}, r"param_groups\[0\] has first.weight and .*, whose weight_decay differs"),
+    (_single, _partial, {}, "has (empty, )?first.bias, first.weight, scale, and this optimizer does not"),
+    (_partial, _single, {}, "the checkpoint's optimizer did not have"),
+    (_single, _other_class, {}, "has the state of AdamW, and the optimizer is SGD"),
+    (_single, _single, {"width": 7}, r"first.weight is of shape \[6, 8\]"),
+    (
+        _single,
+        _single,
+        {"dtype": torch.bfloat16},
+        r"torch.float32 in (.|\n)*build the model that was saved",
+    ),
+]
+
+
+def test_others_are_refused_before_anything_changes(tmp_path: Path) -> None:
+    for saved, loaded, options, message in REFUSED:
+        model = Net()
+        optimizer = saved(model)
         _train(model, optimizer, range(2))
-        save_checkpoint(tmp_path, str(number), model, optimizer)
-        other, theirs = frozen(1, not sharded)
-        load_checkpoint(tmp_path, str(number), other, theirs)
-        for each in (model, other):
-            each.last.requires_grad_(True)
-        assert _train(model, optimizer, range(2, 5)) == _train(other, theirs, range(2, 5))
+        save_checkpoint(tmp_path, "saved", model, optimizer)
+        other = Net(1, **options)
+        before = {name: value.clone() for name, value in other.state_dict().items()}
+        theirs = loaded(other)
+        state = theirs.state_dict()
+        with pytest.raises(ValueError, match=message):
+            load_checkpoint(tmp_path, "saved", other, theirs)
+        assert theirs.state_dict() == state
+        assert all(torch.equal(before[name], value) for name, value in other.state_dict().items())
 
 
 def test_state_of_rows_is_refused_for_a_part() -> None:

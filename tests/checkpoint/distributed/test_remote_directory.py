@@ -6,6 +6,8 @@ import socket
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +53,7 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(("tag", "kept"), [("step_3", None), ("step_3", 1), ("step_2", 2)])
+@pytest.mark.parametrize(("tag", "kept"), [("step_3", 1), ("step_2", None)])
 def test_a_checkpoint_loads_whenever_the_save_is_killed(
     tag: str, kept: int | None, tmp_path: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -147,7 +149,6 @@ def test_objects_without_folders(temporary: Path) -> None:
         training.step()
         states.append(training.state())
         training.save(address, f"step_{step}", num_kept_ckpts=2, async_save=step % 2 == 1)
-        save_checkpoint(f"{address}2", "other")
     finalize_checkpoint()
     for tag, state in ((None, states[3]), ("step_2", states[2])):
         loaded = Training()
@@ -155,20 +156,15 @@ def test_objects_without_folders(temporary: Path) -> None:
         assert is_same(loaded.state(), state)
     with pytest.raises(FileNotFoundError, match=r"has step_2, step_3"):
         Training().load(address, "step_1")
-    assert is_empty(temporary)
-
-
-def test_a_damaged_checkpoint_is_not_counted(temporary: Path) -> None:
-    address, training = f"memory:/{temporary}/damaged", Training()
-    for tag in ("first", "second"):
-        training.save(address, tag)
+    # A damaged checkpoint is not counted.
     store = fsspec.filesystem("memory")
-    (file,) = store.glob(f"{temporary}/damaged/second/*.safetensors")
+    (file,) = store.glob(f"{temporary}/run/step_3/*.safetensors")
     store.pipe_file(file, store.cat_file(file)[:-1] + b"\1")
-    assert training.load(address)["tag"] == "first"
-    training.save(address, "third", num_kept_ckpts=2)
-    for tag in ("first", "third"):
+    assert training.load(address)["tag"] == "step_2"
+    training.save(address, "step_4", num_kept_ckpts=2)
+    for tag in ("step_2", "step_4"):
         assert Training().load(address, tag)["tag"] == tag
+    assert is_empty(temporary)
 
 
 def test_a_document_that_may_be_stored_keeps_its_files(temporary: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -222,32 +218,29 @@ def test_what_a_killed_process_has_left_is_removed(temporary: Path) -> None:
     assert {each.name for each in temporary.iterdir()} == set(names[1:])
 
 
-@pytest.mark.parametrize(
-    ("address", "sentence"),
-    [
+def test_an_address_of_no_store_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "gcsfs", None)
+    model = torch.nn.Linear(2, 2)
+    addresses: list[tuple[str | Path, str]] = [
         ("hdfs://bucket/run", "is in a store that may show a file before it is whole: give an address of one of s3, "),
         ("gs://bucket/run", "needs a package of fsspec, which this host does not have.*on all hosts, such as s3fs"),
         ("s3://run/../other", "has a chain or a step upwards"),
-        ("s3://run::gs://bucket", "has a chain or a step upwards"),
         ("simplecache::s3://bucket/run", "would be a folder 'simplecache::s3:' of this host"),
         ("memory://", "has no name after '://'"),
-        ("file://run", "is in a store that may show a file"),
         ("s3:///run", "give it as text, 's3://run'"),
-        (Path("s3://bucket/run"), "'s3:/bucket/run' is not the address of a store: give it as text, 's3://bucket/run'"),
+        (Path("s3://bucket/run"), "is not the address of a store: give it as text, 's3://bucket/run'"),
         ("s3://key:se/cret@bucket/run", "path has a user and a password, which messages would show"),
-    ],
-)
-def test_an_address_of_no_store_is_refused(address: str | Path, sentence: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "gcsfs", None)
-    model = torch.nn.Linear(2, 2)
-    for call in (
-        lambda: save_checkpoint(address, "tag", model),
-        lambda: load_checkpoint(address, "tag", model),
-        lambda: has_checkpoint(address),
-    ):
-        with pytest.raises(ValueError, match=sentence) as caught:
-            call()
-        assert "cret" not in str(caught.value)
+    ]
+    for address, sentence in addresses:
+        calls: list[Callable[[], object]] = [
+            partial(save_checkpoint, address, "tag", model),
+            partial(load_checkpoint, address, "tag", model),
+            partial(has_checkpoint, address),
+        ]
+        for call in calls:
+            with pytest.raises(ValueError, match=sentence) as caught:
+                call()
+            assert "cret" not in str(caught.value)
 
 
 PIPELINED, SHARDED = Layout(2), Layout(1, 1, True)

@@ -3,13 +3,15 @@
 import errno
 import itertools
 import os
-from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from nxdpp.checkpoint.files import checksummed_writer, pieces
@@ -20,11 +22,16 @@ from nxdpp.checkpoint.files.pieces import FileSpan, layouts_of, read_region
 DTYPES = list(checksummed_writer._NAMES)
 
 
-@pytest.fixture(autouse=True, params=[0, 64, 65], ids=["threads", "threads for whole pieces", "no threads"])
-def small_pieces(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pieces, "PIECE_BYTES", 64)
-    monkeypatch.setattr(pieces, "SMALL_BYTES", request.param)
-    monkeypatch.setattr(checksummed_writer, "_BEHIND_BYTES", 100)
+@pytest.fixture(autouse=True)
+def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_pieces(monkeypatch, 64)
+
+
+def set_pieces(patch: pytest.MonkeyPatch, small_bytes: int) -> None:
+    """Pieces of 64 bytes; threads read those of ``small_bytes`` or more."""
+    patch.setattr(pieces, "PIECE_BYTES", 64)
+    patch.setattr(pieces, "SMALL_BYTES", small_bytes)
+    patch.setattr(checksummed_writer, "_BEHIND_BYTES", 100)
 
 
 def values(dtype: torch.dtype, *shape: int) -> torch.Tensor:
@@ -82,82 +89,80 @@ def test_tensors_that_are_not_contiguous_are_written_in_their_order(tmp_path: Pa
         assert torch.equal(tensor, tensors[name]), name
 
 
-@pytest.mark.parametrize("dtype", [torch.complex128, torch.float4_e2m1fn_x2])
-def test_a_dtype_that_a_checkpoint_lacks_is_refused_before_a_file_is_made(tmp_path: Path, dtype: torch.dtype) -> None:
-    with pytest.raises(ValueError, match=f"weight is of {dtype}, which a checkpoint cannot hold: convert it first"):
-        write_checksummed(tmp_path / "one", {"weight": torch.zeros(2, dtype=dtype)})
+def test_a_dtype_that_a_checkpoint_lacks_is_refused_before_a_file_is_made(tmp_path: Path) -> None:
+    for dtype in (torch.complex128, torch.float4_e2m1fn_x2):
+        with pytest.raises(ValueError, match=f"weight is of {dtype}, which a checkpoint cannot hold: convert it first"):
+            write_checksummed(tmp_path / "one", {"weight": torch.zeros(2, dtype=dtype)})
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_stream_is_that_of_its_plan(tmp_path: Path) -> None:
-    planned = {"a": torch.zeros(2), "b": torch.zeros(3)}
-    with pytest.raises(AssertionError, match="missing"):
-        write_streamed(tmp_path / "one", layouts_of(planned), [("a", planned["a"])])
-    with pytest.raises(AssertionError, match="as planned"):
-        write_streamed(tmp_path / "two", layouts_of(planned), [("b", planned["b"])])
+PROPERTY = settings(max_examples=60, deadline=None, derandomize=True)
 
 
-@pytest.mark.parametrize("shape", [(9, 4), (3, 40), (2, 3, 30), (4, 5, 2), (50,), (2, 2, 2, 20)])
-@pytest.mark.parametrize("kind", ["plain", "transposed", "other dtype"])
-@pytest.mark.parametrize("shortest", [1, 16, 4096])
+@PROPERTY
+@given(
+    draw=st.data(),
+    shape=st.sampled_from([(9, 4), (3, 40), (2, 3, 30), (4, 5, 2), (50,), (2, 2, 2, 20)]),
+    kind=st.sampled_from(["plain", "transposed", "other dtype"]),
+    shortest=st.sampled_from([1, 16, 4096]),
+    small=st.sampled_from([0, 64, 65]),
+)
 def test_each_rectangle_is_read(
-    shape: tuple[int, ...], kind: str, shortest: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    draw: st.DataObject, shape: tuple[int, ...], kind: str, shortest: int, small: int
 ) -> None:
     """Rows are smaller than a piece, or larger: a piece has 16 numbers. Runs in rows are read, or whole rows."""
-    monkeypatch.setattr(pieces, "SHORTEST_RUN", shortest)
+    ends = [(first, draw.draw(st.integers(first + 1, size))) for size in shape
+            for first in [draw.draw(st.integers(0, size - 1))]]  # fmt: skip
     whole = values(torch.int16, *shape).float()
-    span = write_checksummed(tmp_path / "one", {"before": torch.ones(3), "whole": whole})["whole"]
-    ends = [sorted({(0, size), (size // 2, size), (1, size), (0, 1)}) for size in shape]
-    with ChecksummedReader(tmp_path) as reader:
-        for ranges in itertools.product(*ends):
-            expected = whole[tuple(slice(*each) for each in ranges)]
-            destination = torch.zeros(expected.shape)
-            if kind == "transposed":
-                order = list(range(destination.ndim))[::-1]
-                destination = torch.zeros(expected.shape[::-1]).permute(order)
-            if kind == "other dtype":
-                destination = destination.double()
-            offsets = [first for first, _ in ranges]
-            read_region(partial(reader.read, span), shape, torch.float32, offsets, destination, reader.wait)
+    expected = whole[tuple(slice(*each) for each in ends)]
+    destination = torch.zeros(expected.shape)
+    if kind == "transposed":
+        destination = torch.zeros(expected.shape[::-1]).permute(list(range(expected.ndim))[::-1])
+    if kind == "other dtype":
+        destination = destination.double()
+    with TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        set_pieces(patch, small)
+        patch.setattr(pieces, "SHORTEST_RUN", shortest)
+        span = write_checksummed(Path(folder) / "one", {"before": torch.ones(3), "whole": whole})["whole"]
+        with ChecksummedReader(Path(folder)) as reader:
+            offsets = [first for first, _ in ends]
+            read_region(partial(reader.read, span), whole.shape, torch.float32, offsets, destination, reader.wait)
             reader.wait()
-            assert torch.equal(destination.float(), expected), ranges
+    assert torch.equal(destination.float(), expected)
+
+
+TENSORS = {"first": values(torch.float32, 5, 7), "second": values(torch.bfloat16, 33)}
 
 
 @pytest.fixture
-def written(tmp_path: Path) -> tuple[Path, Mapping[str, torch.Tensor], dict[str, FileSpan]]:
-    tensors = {"first": values(torch.float32, 5, 7), "second": values(torch.bfloat16, 33)}
-    return tmp_path / "rank00003", tensors, write_checksummed(tmp_path / "rank00003", tensors)
+def written(tmp_path: Path) -> tuple[Path, dict[str, FileSpan]]:
+    return tmp_path / "rank00003", write_checksummed(tmp_path / "rank00003", TENSORS)
 
 
-Written = tuple[Path, Mapping[str, torch.Tensor], dict[str, FileSpan]]
+Written = tuple[Path, dict[str, FileSpan]]
 
 
-def test_each_flipped_byte_is_found(written: Written) -> None:
-    file, tensors, spans = written
-    whole = file.read_bytes()
-    for name, span in spans.items():
-        for at in range(span.start, span.start + span.length):
-            file.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
-            with pytest.raises(DamagedFile, match="rank00003 is damaged: bytes"):
-                read(file.parent, span, tensors[name])
-            with ChecksummedReader(file.parent) as reader, pytest.raises(DamagedFile, match="rank00003"):
-                reader.verify(span)
-    file.write_bytes(whole)
-    for name, span in spans.items():
-        assert is_same(read(file.parent, span, tensors[name]), tensors[name])
-
-
-def test_each_truncation_is_found(written: Written) -> None:
-    file, tensors, spans = written
-    whole = file.read_bytes()
-    for size in range(len(whole) - 1, -1, -5):
-        file.write_bytes(whole[:size])
+@PROPERTY
+@given(small=st.sampled_from([0, 64, 65]), part=st.floats(0.0, 0.9999), change=st.integers(0, 255))
+def test_each_changed_byte_and_each_truncation_is_found(small: int, part: float, change: int) -> None:
+    """``change`` 0 cuts the file there. What is not touched is read."""
+    with TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        set_pieces(patch, small)
+        file = Path(folder) / "rank00003"
+        spans = write_checksummed(file, TENSORS)
+        whole = file.read_bytes()
+        at = spans["first"].start + int(part * (len(whole) - spans["first"].start))
+        file.write_bytes(whole[:at] + (bytes([whole[at] ^ change]) + whole[at + 1 :] if change else b""))
         for name, span in spans.items():
-            if size < span.start + span.length:
-                with pytest.raises(DamagedFile, match=f"rank00003 is truncated: it has {size} bytes"):
-                    read(file.parent, span, tensors[name])
+            end = span.start + span.length
+            if span.start <= at < end or (not change and at < end):
+                text = "rank00003 is damaged: bytes" if change else f"rank00003 is truncated: it has {at} bytes"
+                with pytest.raises(DamagedFile, match=text):
+                    read(file.parent, span, TENSORS[name])
+                with ChecksummedReader(file.parent) as reader, pytest.raises(DamagedFile, match="rank00003"):
+                    reader.verify(span)
             else:
-                assert is_same(read(file.parent, span, tensors[name]), tensors[name])
+                assert is_same(read(file.parent, span, TENSORS[name]), TENSORS[name])
 
 
 def test_the_disk_begins_before_the_last_byte(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -179,20 +184,20 @@ def test_the_disk_begins_before_the_last_byte(tmp_path: Path, monkeypatch: pytes
 
 
 def test_a_small_rectangle_is_compared_with_its_pieces_alone(written: Written) -> None:
-    file, tensors, spans = written
+    file, spans = written
     whole = bytearray(file.read_bytes())
     whole[spans["first"].start] ^= 1
     file.write_bytes(whole)
     last = torch.zeros(1, 7)
     with ChecksummedReader(file.parent) as reader:
         read_region(partial(reader.read, spans["first"]), (5, 7), torch.float32, (4, 0), last)
-    assert is_same(last, tensors["first"][4:])
+    assert is_same(last, TENSORS["first"][4:])
 
 
 def test_a_missing_file_and_one_that_the_disk_does_not_give_are_damaged(
     written: Written, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    file, tensors, spans = written
+    file, spans = written
 
     def failing(*_: Any) -> int:
         raise OSError(errno.EIO, "Input/output error")
@@ -200,7 +205,7 @@ def test_a_missing_file_and_one_that_the_disk_does_not_give_are_damaged(
     with monkeypatch.context() as patch:
         patch.setattr(os, "preadv", failing)
         with pytest.raises(DamagedFile, match=r"rank00003 cannot be read .*Input/output error"):
-            read(file.parent, spans["first"], tensors["first"])
+            read(file.parent, spans["first"], TENSORS["first"])
     file.unlink()
     with pytest.raises(DamagedFile, match="rank00003 is missing"):
-        read(file.parent, spans["first"], tensors["first"])
+        read(file.parent, spans["first"], TENSORS["first"])

@@ -12,8 +12,6 @@ from nxdpp import NxDPPModel, parallel_state
 from tests.support.models import MODELS
 from tools.zoo import build
 
-NAMES = ("llama", "tied_llama", "gpt2", "t5", "bert", "mixtral")
-
 
 def make(name: str, seed: int = 1234, **changes: Any) -> Any:
     """The model ``name`` with random weights from ``seed``, also in norms and biases."""

@@ -35,29 +35,20 @@ def as_transformers(name: str, folder: Path) -> dict[str, torch.Tensor]:
     return expected
 
 
-def test_old_names_of_bert_norms(tmp_path: Path) -> None:
+def test_old_names_are_loaded_and_saved_as_by_transformers(tmp_path: Path) -> None:
+    """Of the norms of BERT."""
     saved_by_transformers("bert", tmp_path)
-    endings = {"LayerNorm.weight": "LayerNorm.gamma", "LayerNorm.bias": "LayerNorm.beta"}
-
-    def first_names(name: str) -> str:
-        for new, old in endings.items():
-            name = name.replace(new, old)
-        return name
-
-    rename(tmp_path, first_names)
+    rename(
+        tmp_path,
+        lambda name: name.replace("LayerNorm.weight", "LayerNorm.gamma").replace("LayerNorm.bias", "LayerNorm.beta"),
+    )
     assert "cls.predictions.transform.LayerNorm.gamma" in tensors_in(tmp_path)
-
-    loaded = as_transformers("bert", tmp_path)
-    assert differing(loaded, make("bert").state_dict()) == []
-
-
-def test_old_names_are_saved_as_by_transformers(tmp_path: Path) -> None:
-    saved_by_transformers("bert", tmp_path / "old")
-    rename(tmp_path / "old", lambda name: name.replace("LayerNorm.weight", "LayerNorm.gamma"))
-    theirs: Any = type(make("bert")).from_pretrained(tmp_path / "old")
+    theirs: Any = type(make("bert")).from_pretrained(tmp_path)
+    assert differing(theirs.state_dict(), make("bert").state_dict()) == []
     theirs.save_pretrained(tmp_path / "theirs")
     wrapped = wrap(make("bert", seed=5))
-    load_pretrained(wrapped, tmp_path / "old")
+    load_pretrained(wrapped, tmp_path)
+    assert differing(wrapped.local_state_dict(), theirs.state_dict()) == []
     save_pretrained(wrapped, tmp_path / "ours")
 
     saved, expected = tensors_in(tmp_path / "ours"), tensors_in(tmp_path / "theirs")
@@ -65,38 +56,25 @@ def test_old_names_are_saved_as_by_transformers(tmp_path: Path) -> None:
     assert differing(saved, expected) == []
 
 
-@pytest.mark.parametrize("name", ["gpt2", "tied_llama"])
-def test_weights_of_the_base_model_alone(name: str, tmp_path: Path) -> None:
+def test_weights_of_the_base_model_alone(tmp_path: Path) -> None:
     """Names without prefix and without the tied head, as in the published GPT-2."""
-    make(name).base_model.save_pretrained(tmp_path)
-    assert not any(key.startswith(make(name).base_model_prefix) for key in tensors_in(tmp_path))
+    make("gpt2").base_model.save_pretrained(tmp_path)
+    assert not any(key.startswith(make("gpt2").base_model_prefix) for key in tensors_in(tmp_path))
 
-    assert differing(as_transformers(name, tmp_path), make(name).state_dict()) == []
-
-
-def test_a_tied_weight_under_its_other_name(tmp_path: Path) -> None:
-    saved_by_transformers("tied_llama", tmp_path)
-    rename(tmp_path, lambda name: name.replace("model.embed_tokens.weight", "lm_head.weight"))
-
-    assert differing(as_transformers("tied_llama", tmp_path), make("tied_llama").state_dict()) == []
+    assert differing(as_transformers("gpt2", tmp_path), make("gpt2").state_dict()) == []
 
 
-def test_a_tied_weight_under_both_names(tmp_path: Path) -> None:
+def test_other_names_of_a_tied_weight_and_obsolete_buffers(tmp_path: Path) -> None:
     saved_by_transformers("tied_llama", tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
-    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
-    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
-
-    assert differing(as_transformers("tied_llama", tmp_path), make("tied_llama").state_dict()) == []
-
-
-def test_obsolete_buffers_are_ignored(tmp_path: Path) -> None:
-    saved_by_transformers("llama", tmp_path)
-    tensors = load_file(tmp_path / "model.safetensors")
-    tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.zeros(4)
-    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
-
-    assert differing(as_transformers("llama", tmp_path), make("llama").state_dict()) == []
+    one = tensors.pop("model.embed_tokens.weight")
+    obsolete = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(4)}
+    for tied in (
+        {"lm_head.weight": one},
+        {"lm_head.weight": one, "model.embed_tokens.weight": one.clone(), **obsolete},
+    ):
+        save_file({**tensors, **tied}, tmp_path / "model.safetensors", {"format": "pt"})
+        assert differing(as_transformers("tied_llama", tmp_path), make("tied_llama").state_dict()) == []
 
 
 def batch_norms(seed: int) -> nn.Module:
@@ -122,11 +100,10 @@ def load_plain(rank: int, ranks: int, folder: Path) -> list[str]:
     return differing(wrapped.local_state_dict(), batch_norms(1).state_dict())
 
 
-@pytest.mark.parametrize(("saving", "loading"), [(1, 3), (3, 1), (3, 2)])
-def test_a_module_that_is_not_from_transformers(saving: int, loading: int, tmp_path: Path) -> None:
-    run_ranks(saving, save_plain, saving, tmp_path)
+def test_a_module_that_is_not_from_transformers(tmp_path: Path) -> None:
+    run_ranks(3, save_plain, 3, tmp_path)
 
     names = set(batch_norms(1).state_dict())
     assert tensors_in(tmp_path).keys() == names - {"blocks.2.norm.weight"}
     assert not list(tmp_path.glob("*config.json"))
-    assert run_ranks(loading, load_plain, loading, tmp_path) == [[]] * loading
+    assert run_ranks(2, load_plain, 2, tmp_path) == [[]] * 2

@@ -3,12 +3,10 @@
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 
-from nxdpp import NxDPPModel, load_pretrained, parallel_state, save_pretrained
+from nxdpp import load_pretrained, parallel_state, save_pretrained
 from tests.checkpoint.huggingface.checkpointed_models import (
-    NAMES,
     differing,
     make,
     on_meta,
@@ -18,31 +16,11 @@ from tests.checkpoint.huggingface.checkpointed_models import (
 )
 from tests.support.run_ranks import run_ranks
 
-Arguments = dict[str, Any]
-PARTITIONS: dict[str, tuple[int, Arguments]] = {
-    "one rank": (1, {}),
-    "two ranks": (2, {}),
-    "two ranks of two stages": (2, {"virtual_pipeline_size": 2}),
-    "first and last stage on one rank": (2, {"schedule": "zb-v"}),
-    "four ranks": (4, {}),
-}
+NAMES = ("tied_llama", "t5", "mixtral")
+WRONG: dict[str, list[str]] = {"real": [], "meta": [], "buffers": []}
 
 
-def partitions(*swept: str) -> list[Any]:
-    return [pytest.param(name, marks=pytest.mark.sweep if name in swept else ()) for name in PARTITIONS]
-
-
-# Four ranks are cut as two are. They load in test_one_partition_loads_what_another_saves.
-SAVED = partitions("two ranks")
-LOADED = partitions("two ranks of two stages", "four ranks")
-
-
-def save_all(rank: int, ranks: int, arguments: Arguments, folder: Path) -> None:
-    for name in NAMES:
-        save_pretrained(wrap(make(name), ranks, **arguments), folder / name)
-
-
-def load_all(rank: int, ranks: int, arguments: Arguments, folder: Path) -> dict[str, dict[str, list[str]]]:
+def load_all(ranks: int, folder: Path, **arguments: Any) -> dict[str, dict[str, list[str]]]:
     """For each model, the local tensors that differ from those that transformers loads."""
     wrong: dict[str, dict[str, list[str]]] = {}
     for name in NAMES:
@@ -62,98 +40,64 @@ def load_all(rank: int, ranks: int, arguments: Arguments, folder: Path) -> dict[
     return wrong
 
 
-@pytest.mark.parametrize("partition", SAVED)
-def test_saved_files_equal_those_of_transformers(partition: str, tmp_path: Path) -> None:
-    ranks, arguments = PARTITIONS[partition]
-    run_ranks(ranks, save_all, ranks, arguments, tmp_path)
-
+def of_two_ranks(rank: int, folder: Path) -> dict[str, dict[str, list[str]]]:
+    """Save each model from two stages per rank; load those of transformers, the first and last stage on one rank."""
     for name in NAMES:
-        model: Any = saved_by_transformers(name, tmp_path / "theirs" / name)
-        saved, theirs = tensors_in(tmp_path / name), tensors_in(tmp_path / "theirs" / name)
-        assert saved.keys() == theirs.keys()
-        assert differing(saved, theirs) == []
-        assert differing(type(model).from_pretrained(tmp_path / name).state_dict(), model.state_dict()) == []
-        weights = {"model.safetensors"} if ranks == 1 else {"model.safetensors.index.json"}
-        weights |= {f"model-{number:05d}-of-{ranks:05d}.safetensors" for number in range(1, ranks + 1) if ranks > 1}
-        configuration = {file.name for file in (tmp_path / "theirs" / name).glob("*config.json")}
-        assert {file.name for file in (tmp_path / name).iterdir()} == weights | configuration
-        for file in configuration:
-            assert (tmp_path / name / file).read_text() == (tmp_path / "theirs" / name / file).read_text()
+        save_pretrained(wrap(make(name), 2, virtual_pipeline_size=2), folder / "ours" / name)
+    _train(folder)
+    return load_all(2, folder / "theirs", schedule="zb-v")
 
 
-@pytest.mark.parametrize("partition", LOADED)
-def test_files_of_transformers_are_loaded(partition: str, tmp_path: Path) -> None:
-    for name in NAMES:
-        # Several files, split differently from the pipeline.
-        saved_by_transformers(name, tmp_path / name, max_shard_size="40KB" if name != "gpt2" else "1GB")
-    assert (tmp_path / "llama" / "model.safetensors.index.json").exists()
-    ranks, arguments = PARTITIONS[partition]
-
-    for wrong in run_ranks(ranks, load_all, ranks, arguments, tmp_path):
-        assert wrong == {name: {"real": [], "meta": [], "buffers": []} for name in NAMES}
-
-
-def test_one_partition_loads_what_another_saves(tmp_path: Path) -> None:
-    run_ranks(2, save_all, 2, {"virtual_pipeline_size": 2}, tmp_path)
-
-    for wrong in run_ranks(4, load_all, 4, {}, tmp_path):
-        assert wrong == {name: {"real": [], "meta": [], "buffers": []} for name in NAMES}
-
-
-def replicas(rank: int, folder: Path) -> list[str]:
-    model = wrap(make("llama"), 2)
-    save_pretrained(wrap(make("llama", seed=7), 2), folder)
-    save_pretrained(model, folder)
-    expected = {name: tensor.clone() for name, tensor in model.local_state_dict().items()}
-    again = wrap(make("llama", seed=5), 2)
-    # Saving ends on all ranks together, so no replica waits for files here.
-    load_pretrained(again, folder)
-    return differing(again.local_state_dict(), expected)
-
-
-def test_only_the_first_replica_saves_under_the_usual_names(tmp_path: Path) -> None:
-    assert run_ranks(4, replicas, tmp_path) == [[], [], [], []]
-
-    assert sorted(file.name for file in tmp_path.glob("*.safetensors")) == [
-        "model-00001-of-00002.safetensors",
-        "model-00002-of-00002.safetensors",
-    ]
-
-
-def save_and_load_without_a_wrapper(rank: int, folder: Path) -> list[str]:
-    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
-    save_pretrained(NxDPPModel(make("tied_llama")), folder)
-    loaded = NxDPPModel(on_meta("tied_llama"))
-    with pytest.raises(RuntimeError, match=r"nxdpp\.load_pretrained\(model, directory\)"):
-        loaded.part.check_materialised()
-    load_pretrained(loaded, folder)
-    loaded.part.check_materialised()
-    return differing(loaded.local_module.state_dict(), make("tied_llama").state_dict())
-
-
-def test_a_pipeline_is_saved_and_loaded(tmp_path: Path) -> None:
-    assert run_ranks(2, save_and_load_without_a_wrapper, tmp_path) == [[], []]
-
-    whole = make("tied_llama")
-    assert differing(type(whole).from_pretrained(tmp_path).state_dict(), whole.state_dict()) == []
-
-
-def trained_on(rank: int, ranks: int, folder: Path) -> dict[str, torch.Tensor]:
-    """Weights after one more step with an optimizer that was made before the load."""
-    model = wrap(make("tied_llama", seed=5), ranks, broadcast_and_average_loss=True)
+def _train(folder: Path) -> None:
+    """One more step with an optimizer that was made before the load has the weights of one process."""
+    model = wrap(make("tied_llama", seed=5), 2, broadcast_and_average_loss=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    load_pretrained(model, folder)
+    load_pretrained(model, folder / "theirs" / "tied_llama")
     ids = torch.arange(32).view(4, 8)
     model.run_train(input_ids=ids, labels=ids)
     optimizer.step()
-    return dict(model.local_state_dict())
+    whole = make("tied_llama").to(ids.device)
+    for half in ids.chunk(2):
+        (whole(input_ids=half, labels=half).loss / 2).backward()
+    torch.optim.SGD(whole.parameters(), lr=0.1).step()
+    expected = whole.state_dict()
+    for name, weight in model.local_state_dict().items():
+        torch.testing.assert_close(weight, expected[name], rtol=1e-5, atol=1e-5)
 
 
-def test_training_continues_with_an_earlier_optimizer(tmp_path: Path) -> None:
-    saved_by_transformers("tied_llama", tmp_path)
-    (whole,) = run_ranks(1, trained_on, 1, tmp_path)
+def of_four_ranks(rank: int, folder: Path) -> dict[str, dict[str, list[str]]]:
+    """Save from two replicas over an earlier checkpoint; load in four stages what two ranks have saved."""
+    for seed in (7, 1234):
+        replica = wrap(make("llama", seed), 2)
+        save_pretrained(replica, folder / "replicas")
+    # Saving ends on all ranks together, so no replica waits for files here.
+    again = wrap(make("llama", seed=5), 2)
+    load_pretrained(again, folder / "replicas")
+    assert differing(again.local_state_dict(), dict(replica.local_state_dict())) == []
+    parallel_state.destroy_model_parallel()
+    return load_all(4, folder / "ours")
 
-    for part in run_ranks(2, trained_on, 2, tmp_path):
-        for name, weight in part.items():
-            torch.testing.assert_close(weight, whole[name], rtol=1e-5, atol=1e-5)
-    assert not torch.equal(whole["model.norm.weight"], make("tied_llama").model.norm.weight)
+
+def test_saved_files_equal_those_of_transformers(tmp_path: Path) -> None:
+    """And those of transformers are loaded, and what other partitions have saved."""
+    theirs = tmp_path / "theirs"
+    for name in NAMES:
+        # Several files, split differently from the pipeline.
+        saved_by_transformers(name, theirs / name, max_shard_size="40KB")
+    for wrong in run_ranks(2, of_two_ranks, tmp_path):
+        assert wrong == dict.fromkeys(NAMES, WRONG)
+    usual = {f"model-0000{number}-of-00002.safetensors" for number in (1, 2)}
+    for name in NAMES:
+        saved, expected = tensors_in(tmp_path / "ours" / name), tensors_in(theirs / name)
+        assert saved.keys() == expected.keys()
+        assert differing(saved, expected) == []
+        whole = make(name)
+        assert differing(type(whole).from_pretrained(tmp_path / "ours" / name).state_dict(), whole.state_dict()) == []
+        configuration = {file.name for file in (theirs / name).glob("*config.json")}
+        found = {file.name for file in (tmp_path / "ours" / name).iterdir()}
+        assert found == usual | {"model.safetensors.index.json"} | configuration
+        for file in configuration:
+            assert (tmp_path / "ours" / name / file).read_text() == (theirs / name / file).read_text()
+    for wrong in run_ranks(4, of_four_ranks, tmp_path):
+        assert wrong == dict.fromkeys(NAMES, WRONG)
+    assert {file.name for file in (tmp_path / "replicas").glob("*.safetensors")} == usual

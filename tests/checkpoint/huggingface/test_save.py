@@ -4,7 +4,7 @@ import json
 import os
 import resource
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +15,12 @@ from safetensors.torch import load_file
 from torch import nn
 
 from nxdpp import NxDPPModel, load_pretrained, parallel_state, save_pretrained
-from nxdpp.checkpoint.files.pieces import StoredLayout
 from nxdpp.checkpoint.huggingface import write_directory
-from nxdpp.checkpoint.huggingface.write_directory import plan_shards
+from nxdpp.checkpoint.huggingface.write_directory import SavedDirectory, Shard
 from nxdpp.tensor.layers import ParallelEmbedding
 from nxdpp.tensor.padding import ranges
 from tests.checkpoint.huggingface.checkpointed_models import differing, make, on_meta, tensors_in, wrap
 from tests.support.run_ranks import run_ranks
-from tools.zoo import build
 
 
 @pytest.fixture(autouse=True)
@@ -35,84 +33,111 @@ def names(folder: Path) -> list[str]:
     return sorted(file.name for file in folder.iterdir())
 
 
-def save(rank: int, ranks: int, folder: Path, seed: int) -> None:
-    save_pretrained(wrap(make("llama", seed=seed), ranks), folder)
+def contents(folder: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in folder.iterdir() if file.is_file()}
 
 
-def test_an_earlier_checkpoint_is_replaced(tmp_path: Path) -> None:
-    (tmp_path / "notes.txt").write_text("kept")
-    # Files of a killed save.
-    (tmp_path / ".unfinished" / "tmp1").mkdir(parents=True)
-    for name in ("model-00003-of-00009.safetensors", ".tmpABCDEF", "tmp1/config.json"):
-        (tmp_path / ".unfinished" / name).write_text("{}")
-    configuration = ["config.json", "generation_config.json"]
-    for seed, ranks in enumerate((4, 2, 1, 1, 2)):
-        run_ranks(ranks, save, ranks, tmp_path, seed)
-
-        shards = [f"model-{number:05d}-of-{ranks:05d}.safetensors" for number in range(1, ranks + 1)]
-        weights = ["model.safetensors"] if ranks == 1 else [*shards, "model.safetensors.index.json"]
-        assert names(tmp_path) == [*configuration, *weights, "notes.txt"]
-        assert differing(tensors_in(tmp_path), make("llama", seed=seed).state_dict()) == []
-
-
-def error_of_saving(rank: int, ranks: int, folder: Path, failing_rank: int | None) -> str:
-    """The error of this rank; ``failing_rank`` must not write files of the size that it needs."""
-    wrapped = wrap(make("llama", seed=5), ranks)
-    if rank == failing_rank:
-        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, resource.RLIM_INFINITY))
+def error_of(act: Callable[[], object]) -> str:
     try:
-        save_pretrained(wrapped, folder)
+        act()
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return "none"
 
 
-@pytest.mark.parametrize("failing_rank", [0, 1])
-def test_a_full_disk_leaves_the_earlier_checkpoint(failing_rank: int, tmp_path: Path) -> None:
-    run_ranks(2, save, 2, tmp_path, 1)
-    before = {file: file.read_bytes() for file in tmp_path.iterdir()}
-
-    messages = run_ranks(2, error_of_saving, 2, tmp_path, failing_rank)
-
-    file = tmp_path / ".unfinished" / f"model-0000{failing_rank + 1}-of-00002.safetensors"
-    assert messages[failing_rank].startswith(f"OSError: {file} cannot be written: ")
-    assert messages[1 - failing_rank].startswith(f"RuntimeError: {tmp_path} was not written: on rank {failing_rank}, ")
-    assert all(f"{file} cannot be written: " in message and "File too large" in message for message in messages)
-    assert {file: file.read_bytes() for file in tmp_path.iterdir()} == before
-
-
-def test_a_file_at_the_path_of_the_directory(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-
-    first, second = run_ranks(2, error_of_saving, 2, tmp_path / "file", None)
-    assert first.startswith("FileExistsError")
-    assert str(tmp_path / "file") in first
-    assert second.startswith(f"RuntimeError: {tmp_path / 'file'} was not written: on rank 0, FileExistsError")
-
-
-def test_a_directory_that_cannot_be_made() -> None:
-    for message in run_ranks(2, error_of_saving, 2, Path("/proc/1/nothing/here"), None):
-        assert "/proc/1/nothing" in message
-
-
-def save_without_values(rank: int, folder: Path) -> str:
+def of_two_ranks(rank: int, folder: Path) -> dict[str, str]:
+    """Save over an earlier checkpoint of more files; return the errors of saves that cannot be made."""
+    path = folder / "saved"
+    wrapped = wrap(make("llama", seed=1), 2)
+    for size, least in ((20_000, 6), (10**9, 2)):
+        write_directory.SHARD_BYTES = size
+        save_pretrained(wrapped, path)
+        assert len(list(path.glob("model-*-of-*.safetensors"))) >= least
+    before, errors = contents(path), {}
+    other = wrap(make("llama", seed=5), 2)
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    for failing in range(2):
+        # The failing rank must not write files of the size that it needs.
+        if rank == failing:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, resource.RLIM_INFINITY))
+        errors[f"full disk of {failing}"] = error_of(lambda: save_pretrained(other, path))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+        parallel_state.get_exchange().gather(None)
+        assert contents(path) == before
+    errors["file"] = error_of(lambda: save_pretrained(other, folder / "file"))
+    errors["no directory"] = error_of(lambda: save_pretrained(other, "/proc/1/nothing/here"))
     # Only rank 0 has values.
-    wrapped = wrap(on_meta("llama"), 2)
+    empty = wrap(on_meta("llama"), 2)
     if rank == 0:
-        wrapped.materialise()
-    with pytest.raises(ValueError, match=r"on the meta device") as caught:
-        save_pretrained(wrapped, folder)
-    return str(caught.value)
+        empty.materialise()
+    errors["no values"] = error_of(lambda: save_pretrained(empty, folder / "none"))
+    module = Overlapping(1)
+    module.layers[1].register_buffer("turns", torch.zeros(2, dtype=torch.complex128))
+    numbers = wrap(module, 2, transformer_layer_cls=nn.Linear)
+    errors["dtype"] = error_of(lambda: save_pretrained(numbers, folder / "none"))
+    write_directory.SHARD_BYTES = 20_000
+    save_pretrained(wrap(make("mixtral"), 2), folder / "mixtral")
+    parallel_state.destroy_model_parallel()
+    errors["padding"] = save_padded_rows(rank, folder / "parts")
+    return errors
 
 
-def test_a_model_without_values_is_refused_on_every_rank(tmp_path: Path) -> None:
-    first, second = run_ranks(2, save_without_values, tmp_path / "none")
+def test_saves_of_two_ranks_and_those_that_fail(tmp_path: Path) -> None:
+    path = tmp_path / "saved"
+    # Of another program, and of a killed save.
+    (path / ".unfinished" / "tmp1").mkdir(parents=True)
+    (path / "notes.txt").write_text("kept")
+    for name in ("model-00003-of-00009.safetensors", ".tmpABCDEF", "tmp1/config.json"):
+        (path / ".unfinished" / name).write_text("{}")
+    (tmp_path / "file").write_text("")
+    errors = run_ranks(2, of_two_ranks, tmp_path)
 
-    assert "tensors of this rank are on the meta device, without values to save (model." in second
-    assert "load_pretrained(model, DIRECTORY) or model.materialise()" in second
-    assert first.startswith(f"{tmp_path / 'none'} was not written: on rank 1, ValueError: ")
+    for failing in range(2):
+        messages = [each[f"full disk of {failing}"] for each in errors]
+        file = path / ".unfinished" / f"model-0000{failing + 1}-of-00002.safetensors"
+        assert messages[failing].startswith(f"OSError: {file} cannot be written: ")
+        assert messages[1 - failing].startswith(f"RuntimeError: {path} was not written: on rank {failing}, ")
+        assert all(f"{file} cannot be written: " in message and "File too large" in message for message in messages)
+    first, second = errors
+    assert first["file"].startswith("FileExistsError")
+    assert second["file"].startswith(f"RuntimeError: {tmp_path / 'file'} was not written: on rank 0, FileExistsError")
+    assert all("/proc/1/nothing" in each["no directory"] for each in errors)
+    assert "tensors of this rank are on the meta device, without values to save (model." in second["no values"]
+    assert f"{tmp_path / 'none'} was not written: on rank 1, ValueError: " in first["no values"]
+    assert all(
+        "layers.1.turns is of torch.complex128, which a checkpoint cannot hold" in each["dtype"] for each in errors
+    )
     assert not (tmp_path / "none").exists()
+
+    padding = "0 has 5 tokens in 6 rows, of which files would have the 1 of padding too"
+    assert all(padding in each["padding"] for each in errors)
+
+    configuration = ["config.json", "generation_config.json"]
+    index = "model.safetensors.index.json"
+    shards = [f"model-0000{number}-of-00002.safetensors" for number in (1, 2)]
+    assert names(path) in (
+        [*configuration, *shards, index, "notes.txt"],
+        [".unfinished", *configuration, *shards, index, "notes.txt"],
+    )
+    assert differing(tensors_in(path), make("llama", seed=1).state_dict()) == []
+    # One rank replaces the files of two.
+    save_pretrained(wrap(make("llama", seed=2)), path)
+    assert names(path) == [*configuration, "model.safetensors", "notes.txt"]
+    check_files_of_a_rank(tmp_path / "mixtral")
+
+
+def check_files_of_a_rank(folder: Path) -> None:
+    """Several files have at most 20 kB, or the converted experts of a layer, and the index has their tensors."""
+    shards = [file for file in names(folder) if file.startswith("model-")]
+    assert shards == [f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
+    sizes = [sum(tensor.nbytes for tensor in load_file(folder / shard).values()) for shard in shards]
+    assert len(shards) >= 6
+    assert 0 < min(sizes[:-1]) <= max(sizes) <= 50_000
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    assert index["metadata"] == {"total_size": sum(sizes)}
+    assert {tensor: file for file in shards for tensor in load_file(folder / file)} == index["weight_map"]
+    expected = type(make("mixtral")).from_pretrained(folder).state_dict()
+    assert differing(make("mixtral").state_dict(), expected) == []
 
 
 PADDED = torch.arange(36.0).view(9, 4)
@@ -154,45 +179,17 @@ def save_padded_rows(rank: int, folder: Path) -> str:
     return str(caught.value)
 
 
-def test_rows_behind_a_vocabulary_are_refused_and_other_parts_are_whole_in_files(tmp_path: Path) -> None:
-    for message in run_ranks(2, save_padded_rows, tmp_path):
-        assert "0 has 5 tokens in 6 rows, of which files would have the 1 of padding too" in message
-
-
-@pytest.mark.parametrize(
-    ("sign", "kind"), [("hf_quantizer", "quantized models"), ("peft_config", r"models with add_adapter\(\)")]
-)
-def test_quantized_models_and_adapters_are_refused(sign: str, kind: str, tmp_path: Path) -> None:
-    model = make("llama")
-    setattr(model, sign, True)
-    wrapped = wrap(model)
-    with pytest.raises(NotImplementedError, match=f"saving {kind} is not implemented"):
-        save_pretrained(wrapped, tmp_path)
-
-
-def test_sources_of_a_conversion_on_two_ranks_are_refused() -> None:
-    model = build("masked-lm", "nomic_bert", "meta")
-    layouts = {name: StoredLayout(tuple(tensor.shape), tensor.dtype) for name, tensor in model.state_dict().items()}
-    (whole,) = plan_shards(model, [], [layouts])
-    merged = [conversion for conversion in whole.conversions if len(conversion.names) > 1]
-    assert merged
-    first, *others = merged[0].names
-    held = [{first: layouts.pop(first)}, layouts]
-
-    with pytest.raises(NotImplementedError, match=r"which are on several ranks here") as caught:
-        plan_shards(model, [], held)
-    assert all(name in str(caught.value) for name in (first, *others))
-
-
-@pytest.mark.parametrize("unwrapped", [make("llama"), NxDPPModel], ids=["module", "class"])
-def test_an_unwrapped_model_is_refused(unwrapped: Any, tmp_path: Path) -> None:
+def test_other_models_and_paths_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    unwrapped: Any = make("llama")
     with pytest.raises(TypeError, match="save_pretrained is for an NxDPPModel"):
         save_pretrained(unwrapped, tmp_path)
-
-
-def test_a_directory_without_a_name_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    wrapped = wrap(make("llama"))
+    for sign, kind in (("hf_quantizer", "quantized models"), ("peft_config", r"models with add_adapter\(\)")):
+        model = make("llama")
+        setattr(model, sign, True)
+        with pytest.raises(NotImplementedError, match=f"saving {kind} is not implemented"):
+            save_pretrained(wrap(model), tmp_path)
+    wrapped = wrap(unwrapped)
     with pytest.raises(ValueError, match="path='' has no name"):
         save_pretrained(wrapped, "")
     for function in (save_pretrained, load_pretrained):
@@ -201,55 +198,18 @@ def test_a_directory_without_a_name_is_refused(tmp_path: Path, monkeypatch: pyte
     assert not list(tmp_path.iterdir())
 
 
-def test_changes_after_wrapping_are_saved(tmp_path: Path) -> None:
+def test_changes_after_wrapping_are_saved_with_the_usual_permissions(tmp_path: Path) -> None:
     wrapped = wrap(make("llama"))
     wrapped.to(torch.bfloat16)
-    save_pretrained(wrapped, tmp_path)
-
-    expected = make("llama").to(torch.bfloat16).state_dict()
-    assert differing(tensors_in(tmp_path), expected) == []
-    assert '"dtype": "bfloat16"' in (tmp_path / "config.json").read_text()
-
-
-def save_in_small_files(rank: int, folder: Path) -> None:
-    write_directory.SHARD_BYTES = 20_000
-    for name in ("llama", "mixtral"):
-        save_pretrained(wrap(make(name), 2), folder / name)
-
-
-def test_a_rank_writes_several_files(tmp_path: Path) -> None:
-    run_ranks(2, save_in_small_files, tmp_path)
-
-    for name in ("llama", "mixtral"):
-        files = names(tmp_path / name)
-        shards = [file for file in files if file.startswith("model-")]
-        assert len(shards) >= 6
-        assert shards == [
-            f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)
-        ]
-        sizes = [sum(tensor.nbytes for tensor in load_file(tmp_path / name / shard).values()) for shard in shards]
-        # The embedding and the converted experts of a layer of the Mixtral are larger.
-        assert max(sizes) <= (20_000 if name == "llama" else 50_000), sizes
-        assert min(sizes[:-1]) > 0
-        expected = type(make(name)).from_pretrained(tmp_path / name).state_dict()
-        assert differing(make(name).state_dict(), expected) == []
-        index = json.loads((tmp_path / name / "model.safetensors.index.json").read_text())
-        assert index["metadata"] == {"total_size": sum(sizes)}
-        assert {tensor: file for file in shards for tensor in load_file(tmp_path / name / file)} == index["weight_map"]
-
-
-def test_files_have_the_usual_permissions(tmp_path: Path) -> None:
-    wrapped = wrap(make("llama"))
     for mask, mode in ((0o027, 0o640), (0o022, 0o644)):
         before = os.umask(mask)
         save_pretrained(wrapped, tmp_path)
         os.umask(before)
         assert {file.stat().st_mode & 0o777 for file in tmp_path.iterdir()} == {mode}
 
-
-def test_files_name_their_format(tmp_path: Path) -> None:
-    save_pretrained(wrap(make("llama")), tmp_path)
-
+    expected = make("llama").to(torch.bfloat16).state_dict()
+    assert differing(tensors_in(tmp_path), expected) == []
+    assert '"dtype": "bfloat16"' in (tmp_path / "config.json").read_text()
     with safe_open(tmp_path / "model.safetensors", "pt") as file:
         # transformers refuses a file without it.
         assert file.metadata() == {"format": "pt"}
@@ -294,16 +254,19 @@ def test_tensors_that_share_memory_or_are_not_contiguous(tmp_path: Path) -> None
     assert differing(tensors_in(tmp_path), expected) == []
 
 
-def save_with_complex_numbers(rank: int, folder: Path) -> str:
-    model = Overlapping(1)
-    model.layers[1].register_buffer("turns", torch.zeros(2, dtype=torch.complex128))
-    wrapped = wrap(model, 2, transformer_layer_cls=nn.Linear)
-    with pytest.raises(ValueError, match=r"\S") as caught:
-        save_pretrained(wrapped, folder)
-    return str(caught.value)
+def test_a_rank_that_cannot_write_gathers_all_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``tensors_of`` is collective: the other ranks of the tensor group would wait for it."""
+    shards = [Shard(0), Shard(0), Shard(0)]
+    gathered: list[Shard] = []
 
+    def tensors_of(shard: Shard) -> dict[str, torch.Tensor]:
+        gathered.append(shard)
+        return {}
 
-def test_unsupported_dtypes_are_refused(tmp_path: Path) -> None:
-    for message in run_ranks(2, save_with_complex_numbers, tmp_path / "none"):
-        assert "layers.1.turns is of torch.complex128, which a checkpoint cannot hold: convert it" in message
-    assert not (tmp_path / "none").exists()
+    def write_shard(path: Path, tensors: object) -> None:
+        raise OSError(f"no space for {path.name}")
+
+    monkeypatch.setattr(write_directory, "write_shard", write_shard)
+    with pytest.raises(OSError, match="no space for model-00001-of-00003"):
+        SavedDirectory(tmp_path, shards).write(0, tensors_of, 0)
+    assert gathered == shards

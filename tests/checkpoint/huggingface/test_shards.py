@@ -13,8 +13,6 @@ from nxdpp.tensor.shards import all_rows
 from tests.support.run_ranks import run_ranks
 from tests.support.tensor_models import make
 
-NAMES = ("llama", "mixtral")
-
 
 def _wrapped(name: str, tensor: int, seed: int | None = None, meta: bool = False) -> NxDPPModel[bool, bool]:
     """A wrapped model of shards over 2 ranks, with values of ``seed`` in the place of its own."""
@@ -43,26 +41,32 @@ def _equal(model: NxDPPModel[bool, bool], expected: nn.Module) -> bool:
     )
 
 
-def _cases(rank: int, path: Path, tensor: int, pipeline: int) -> None:
-    parallel_state.initialize_model_parallel(tensor, pipeline)
-    for name in NAMES:
-        expected = make(name, tie_word_embeddings=True)
-        model = _wrapped(name, tensor)
-        nxdpp.save_pretrained(model, path / name)
-        if rank == 0:
-            read = type(expected).from_pretrained(path / name).state_dict()
-            assert all(torch.equal(read[key], value.cpu()) for key, value in expected.state_dict().items()), name
-        gathered = nxdpp.gather_state_dict(model)
-        if gathered is not None:
-            assert all(torch.equal(gathered[key], value.cpu()) for key, value in expected.state_dict().items()), name
-        for other in (_wrapped(name, tensor, seed=5), _wrapped(name, tensor, meta=True)):
-            nxdpp.load_pretrained(other, path / name)
-            for (key, ours), theirs in zip(other.local_named_parameters(), model.local_parameters(), strict=True):
-                assert isinstance(ours, DTensor)
-                assert isinstance(ours, nn.Parameter)
-                assert torch.equal(local_rows(ours), local_rows(theirs)), (name, key)
-        if tensor == 1:
-            _state_dicts(expected, name)
+def _case(rank: int, path: Path, name: str, tensor: int) -> None:
+    expected = make(name, tie_word_embeddings=True)
+    model = _wrapped(name, tensor)
+    nxdpp.save_pretrained(model, path / name)
+    if rank == 0:
+        read = type(expected).from_pretrained(path / name).state_dict()
+        assert all(torch.equal(read[key], value.cpu()) for key, value in expected.state_dict().items()), name
+    gathered = nxdpp.gather_state_dict(model)
+    if gathered is not None:
+        assert all(torch.equal(gathered[key], value.cpu()) for key, value in expected.state_dict().items()), name
+    for other in (_wrapped(name, tensor, seed=5), _wrapped(name, tensor, meta=True)):
+        nxdpp.load_pretrained(other, path / name)
+        for (key, ours), theirs in zip(other.local_named_parameters(), model.local_parameters(), strict=True):
+            assert isinstance(ours, DTensor)
+            assert isinstance(ours, nn.Parameter)
+            assert torch.equal(local_rows(ours), local_rows(theirs)), (name, key)
+
+
+def _cases(rank: int, path: Path) -> None:
+    """Stages of shards, and shards of tensor-parallel parts."""
+    parallel_state.initialize_model_parallel(1, 2)
+    _case(rank, path, "llama", 1)
+    _state_dicts(make("llama", tie_word_embeddings=True), "llama")
+    parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel(2, 1)
+    _case(rank, path, "mixtral", 2)
 
 
 def _state_dicts(expected: nn.Module, name: str) -> None:
@@ -80,9 +84,5 @@ def _state_dicts(expected: nn.Module, name: str) -> None:
     assert _equal(other, expected)
 
 
-def test_shards_of_two_stages(tmp_path: Path) -> None:
-    run_ranks(4, _cases, tmp_path, 1, 2)
-
-
-def test_shards_of_tensor_parallel_parts(tmp_path: Path) -> None:
-    run_ranks(4, _cases, tmp_path, 2, 1)
+def test_shards_are_saved_gathered_and_loaded(tmp_path: Path) -> None:
+    run_ranks(4, _cases, tmp_path)
