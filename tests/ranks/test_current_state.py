@@ -76,51 +76,24 @@ def test_nothing_is_started_and_destroy_ends_it() -> None:
         parallel_state.get_pipeline_model_parallel_rank()
 
 
-@pytest.mark.parametrize("getter", NEED_PROCESSES)
-def test_groups_are_refused(getter: str) -> None:
+def test_groups_are_refused() -> None:
     parallel_state.initialize_debug(pipeline_model_parallel_rank=3, pipeline_model_parallel_size=16)
-    with pytest.raises(RuntimeError, match=r"debug mode.*rank 3 of 16.*torchrun.*initialize_model_parallel"):
-        getattr(parallel_state, getter)()
+    for getter in NEED_PROCESSES:
+        with pytest.raises(RuntimeError, match=r"debug mode.*rank 3 of 16.*torchrun.*initialize_model_parallel"):
+            getattr(parallel_state, getter)()
 
 
 @pytest.mark.parametrize(
     ("numbers", "message"),
     [
         ({"pipeline_model_parallel_size": 0}, "pipeline_model_parallel_size=0 must be an integer of at least 1"),
-        ({"tensor_model_parallel_size": -2}, "tensor_model_parallel_size=-2 must be"),
-        ({"data_parallel_size": 2.0}, r"data_parallel_size=2\.0 must be an integer"),
-        ({"pipeline_model_parallel_size": True}, "pipeline_model_parallel_size=True must be an integer"),
         (
             {"pipeline_model_parallel_rank": 4, "pipeline_model_parallel_size": 4},
             "pipeline_model_parallel_rank=4 must be an integer from 0 to 3, because pipeline_model_parallel_size is 4",
         ),
-        ({"pipeline_model_parallel_rank": -1}, "pipeline_model_parallel_rank=-1 must be an integer from 0 to 0"),
-        ({"data_parallel_rank": "0"}, "data_parallel_rank='0' must be an integer from 0 to 0"),
-        ({"tensor_model_parallel_rank": 1}, "tensor_model_parallel_rank=1 must be an integer from 0 to 0"),
     ],
 )
 def test_invalid_ranks_and_sizes_are_refused(numbers: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         parallel_state.initialize_debug(**numbers)
     assert not parallel_state.is_debug()
-
-
-def test_another_rank_needs_destroy_first() -> None:
-    parallel_state.initialize_debug(pipeline_model_parallel_rank=1, pipeline_model_parallel_size=4)
-    parallel_state.initialize_debug(pipeline_model_parallel_rank=1, pipeline_model_parallel_size=4)
-    with pytest.raises(RuntimeError, match=r"rank 2 of 4.*already in the debug mode \(pipeline rank 1 of 4.*destroy"):
-        parallel_state.initialize_debug(pipeline_model_parallel_rank=2, pipeline_model_parallel_size=4)
-    assert parallel_state.get_pipeline_model_parallel_rank() == 1
-
-
-def test_a_job_cannot_start_in_the_debug_mode() -> None:
-    parallel_state.initialize_debug(pipeline_model_parallel_rank=1, pipeline_model_parallel_size=4)
-    with pytest.raises(RuntimeError, match=r"debug mode.*destroy_model_parallel\(\)"):
-        parallel_state.initialize_model_parallel()
-    assert not dist.is_initialized()
-    parallel_state.destroy_model_parallel()
-    parallel_state.initialize_model_parallel()
-    with pytest.raises(RuntimeError, match=r"already initialized, with processes: call destroy_model_parallel\(\)"):
-        parallel_state.initialize_debug()
-    assert not parallel_state.is_debug()
-    assert parallel_state.get_data_parallel_group().size() == 1

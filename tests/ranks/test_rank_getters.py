@@ -7,8 +7,6 @@ import pytest
 
 from nxdpp.ranks import parallel_state
 
-# Pipeline rank 1 of 3, data rank 1 of 2, tensor rank 0 of 2: rank 1 * 4 + 1 * 2 + 0.
-OWN_RANK = 6
 ANSWERS: dict[str, Any] = {
     "get_tensor_model_parallel_size": 2,
     "get_tensor_parallel_size": 2,
@@ -54,7 +52,7 @@ def _end() -> Iterator[None]:
     parallel_state.destroy_model_parallel()
 
 
-def _start(**changes: Any) -> None:
+def _start() -> None:
     numbers = {
         "pipeline_model_parallel_rank": 1,
         "pipeline_model_parallel_size": 3,
@@ -63,23 +61,12 @@ def _start(**changes: Any) -> None:
         "tensor_model_parallel_rank": 0,
         "tensor_model_parallel_size": 2,
     }
-    parallel_state.initialize_debug(**{**numbers, **changes})
+    parallel_state.initialize_debug(**numbers)
 
 
 def test_sizes_and_ranks() -> None:
     _start()
     assert {name: getattr(parallel_state, name)() for name in ANSWERS} == ANSWERS
-
-
-def test_the_ends_of_a_pipeline_are_beside_each_other() -> None:
-    _start(pipeline_model_parallel_rank=2)
-    assert parallel_state.is_pipeline_last_stage()
-    assert parallel_state.get_pipeline_model_parallel_next_rank() == 2
-    assert parallel_state.get_pipeline_model_parallel_prev_rank() == 6
-    parallel_state.destroy_model_parallel()
-    _start(pipeline_model_parallel_rank=0)
-    assert parallel_state.is_pipeline_first_stage()
-    assert parallel_state.get_pipeline_model_parallel_prev_rank() == 10
 
 
 def test_lists_of_groups_and_replica_groups() -> None:
@@ -91,31 +78,10 @@ def test_lists_of_groups_and_replica_groups() -> None:
     assert parallel_state.get_world_group(as_list=True) == [list(range(12))]
 
 
-def test_another_order_has_other_groups() -> None:
-    _start(order=("data", "pipeline", "tensor"))
-    # Rank 1 * 6 + 1 * 2 + 0.
-    assert parallel_state.get_pipeline_model_parallel_group(as_list=True) == [
-        [0, 2, 4],
-        [1, 3, 5],
-        [6, 8, 10],
-        [7, 9, 11],
-    ]
-    assert parallel_state.get_pipeline_model_parallel_first_rank() == 6
-    assert parallel_state.get_tensor_model_parallel_src_rank() == 8
-    assert parallel_state.get_data_parallel_src_rank() == 2
-    assert parallel_state.rmsg("hello").startswith("[debug mode, rank 8: ")
-
-
-def test_rmsg_names_the_place_and_never_raises() -> None:
-    assert parallel_state.rmsg("hello") == "[rank unknown] hello"
-    _start()
-    assert parallel_state.rmsg("hello") == f"[debug mode, rank {OWN_RANK}: pipeline 1, data 1, tensor 0] hello"
-
-
-@pytest.mark.parametrize("getter", [name for name in dir(parallel_state) if name.startswith(("get_", "is_pipe"))])
-def test_every_getter_before_initialisation_names_the_remedy(getter: str) -> None:
-    with pytest.raises(RuntimeError, match=r"call nxdpp\.parallel_state\.initialize_model_parallel"):
-        getattr(parallel_state, getter)()
+def test_every_getter_before_initialisation_names_the_remedy() -> None:
+    for getter in [name for name in dir(parallel_state) if name.startswith(("get_", "is_pipe"))]:
+        with pytest.raises(RuntimeError, match=r"call nxdpp\.parallel_state\.initialize_model_parallel"):
+            getattr(parallel_state, getter)()
 
 
 @pytest.mark.parametrize(
@@ -131,14 +97,3 @@ def test_sizes_above_1_are_refused_with_a_sentence(argument: dict[str, Any], wor
     with pytest.raises(ValueError, match=words):
         parallel_state.initialize_model_parallel(**argument)
     assert not parallel_state.model_parallel_is_initialized()
-
-
-def test_sizes_of_1_are_honoured() -> None:
-    parallel_state.initialize_model_parallel(context_parallel_size=1, expert_model_parallel_size=1, lnc_size=1)
-    group = parallel_state.get_context_model_parallel_group()
-    assert group is parallel_state.get_expert_model_parallel_group()
-    assert group.size() == 1
-    assert parallel_state.get_world_group().size() == 1
-    assert parallel_state.rmsg("hello") == "[rank 0: pipeline 0, data 0, tensor 0] hello"
-    with pytest.raises(RuntimeError, match=r"already initialized with order=.*differs from order=.*destroy_model"):
-        parallel_state.initialize_model_parallel(order=("data", "pipeline", "tensor"))

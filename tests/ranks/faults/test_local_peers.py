@@ -42,18 +42,6 @@ def test_a_process_that_ends_wakes_the_wait() -> None:
         assert peers.has_ended(1)
 
 
-def test_a_process_that_has_ended_before_it_is_looked_for() -> None:
-    store = WatchStore(HashStore())
-    peers = LocalPeers(store, 0, 3)
-    with subprocess.Popen([sys.executable, "-c", ""]) as peer:
-        pass
-    _add(store, 2, peer.pid)
-    # A number that another process has by now.
-    store.add_process(local_peers._host(), {"rank": 1, "process": os.getpid(), "started": 1})
-    assert peers.find() == [2, 1]
-    assert peers.find() == []
-
-
 def test_the_launcher_is_watched(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "run")
     with subprocess.Popen(SLEEP) as launcher:

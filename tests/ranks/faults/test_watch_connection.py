@@ -2,11 +2,9 @@
 
 import threading
 
-import pytest
 from torch.distributed import HashStore  # type: ignore[attr-defined]  # public, not in its __all__
 
-from nxdpp.ranks.faults.watch_connection import WatchConnection
-from nxdpp.ranks.faults.watch_store import Departure, Ending, WatchStore
+from nxdpp.ranks.faults.watch_store import WatchStore
 
 
 class SlowStore(HashStore):
@@ -49,32 +47,3 @@ def test_a_thread_asks_nothing_during_and_after_the_last_request() -> None:
     other.join(10)
     assert "last request" in str(errors[0])
     assert store.asked_afterwards == 0
-
-
-@pytest.mark.parametrize("last", ["finish", "leave"])
-def test_each_request_is_refused_after_the_last(last: str) -> None:
-    watch = WatchStore(HashStore())
-    assert watch.end(Ending("fault", 1)).rank == 1
-    watch.finish() if last == "finish" else watch.leave(Departure(1, {}, ""))
-    for request in (watch.state, watch.answer, watch.departures, watch.is_printed, watch.number_of_processes):
-        with pytest.raises(RuntimeError, match="last request"):
-            request()
-
-
-def test_requests_are_those_of_a_store() -> None:
-    connection = WatchConnection(HashStore())
-    assert (connection.add("count", 2), connection.add("count", 0)) == (2, 2)
-    assert not connection.check(["entry"])
-    assert connection.compare_set("entry", "", "a") == b"a"
-    assert connection.compare_set("entry", "b", "c") == b"a"
-    connection.set("entry", "d")
-    assert connection.check(["entry", "count"])
-    assert connection.get("entry") == b"d"
-
-
-def test_a_store_whose_process_has_ended_is_not_asked() -> None:
-    connection = WatchConnection(HashStore())
-    connection.set("entry", "a")
-    connection.host_has_ended = lambda: True
-    with pytest.raises(RuntimeError, match="has ended"):
-        connection.get("entry")
