@@ -28,7 +28,6 @@ from nxdpp.gradients.overlapped_average import OverlappedAverage
 from nxdpp.gradients.shards.unit import ShardedUnit
 from nxdpp.pipeline.p2p.channel import RemoteChannel
 from nxdpp.pipeline.p2p.transport import Transport
-from nxdpp.pipeline.stages import answered_call
 from nxdpp.ranks.faults.board import board
 from nxdpp.ranks.faults.local_peers import LocalPeers
 from nxdpp.ranks.faults.progress import Progress
@@ -36,7 +35,6 @@ from nxdpp.ranks.faults.roll_call import own_answer
 from nxdpp.ranks.faults.stream_waits import StreamWaits
 from tests.support import fake_device
 from tests.support.fake_device import deadlock
-from tests.support.models import make, padded_batch
 from tests.support.run_ranks import run_ranks
 
 REASON = fake_device.why_not()
@@ -188,16 +186,6 @@ class Trains:
                 if not torch.allclose(ours, expected[name], rtol=1e-9, atol=1e-12):
                     found.append(f"{name} is wrong")
         return found
-
-
-def asks_for_masks(rank: int) -> list[str]:
-    """Steps of a Llama with padded rows."""
-    with world(2):
-        model, batch = wrapped(make("llama")), padded_batch(ROWS)
-        for _ in range(STEPS):
-            with fake_device.host_waits() as waits:
-                model.run_train(**batch)
-    return [f"the host waits in {place}" for place in waits]
 
 
 def copies_to_the_host(rank: int) -> list[str]:
@@ -373,11 +361,6 @@ TABLE = {
     ),
     "D4": Row(_buckets_by_arrival, averages_in_one_order, "in a circle", 4, _small_buckets),
     "D5": Row(_strides_are_dropped, Trains(_transposed), "linear.weight is wrong", always=_over_gloo),
-    "D8": Row(
-        lambda patch: patch.setattr(answered_call, "have_host_copies", lambda traced: False),
-        asks_for_masks,
-        "the host waits in .*masking_utils",
-    ),
 }
 
 
