@@ -66,8 +66,10 @@ def _initialize_three_times(rank: int) -> list[int]:
         mesh = parallel_state.get_device_mesh()
         parallel_state.initialize_model_parallel(1, pipeline)
         assert parallel_state.get_device_mesh() is mesh
-        with pytest.raises(RuntimeError, match=f"pipeline size {pipeline}, which differs from 2 and {pipeline}"):
-            parallel_state.initialize_model_parallel(2, pipeline)
+        with pytest.raises(
+            RuntimeError, match=f"tensor size 1 and pipeline size {pipeline}, which differs from 2 and 1"
+        ):
+            parallel_state.initialize_model_parallel(2, 1)
         parallel_state.destroy_model_parallel()
         assert not parallel_state.model_parallel_is_initialized()
     return sizes

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.optim import SGD, AdamW
+from torch.optim import AdamW
 
 from nxdpp import NxDPPModel, parallel_state
 from nxdpp.doors.nxd.checkpoint import load_checkpoint, save_checkpoint
@@ -18,7 +18,6 @@ from tests.support.run_ranks import run_ranks
 STEPS, STOP, MICROBATCHES = 4, 2, 4
 KINDS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "AdamW": (AdamW, {"lr": 0.05}),
-    "SGD": (SGD, {"lr": 0.5, "momentum": 0.9}),
     "Zero1Optimizer": (Zero1Optimizer, {"optimizer_class": AdamW, "grad_clipping": False, "lr": 0.05}),
 }
 
