@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from nxdpp.ranks import parallel_state
 from tests.support.run_ranks import run_ranks
@@ -61,19 +60,6 @@ def test_answers_equal_those_of_each_rank_of_a_job() -> None:
         with torch.device("meta"):
             assert _answers() == real
         parallel_state.destroy_model_parallel()
-
-
-def test_nothing_is_started_and_destroy_ends_it() -> None:
-    assert not parallel_state.is_debug()
-    parallel_state.initialize_debug(pipeline_model_parallel_rank=3, pipeline_model_parallel_size=16)
-    assert parallel_state.is_debug()
-    assert parallel_state.model_parallel_is_initialized()
-    assert not dist.is_initialized()
-    parallel_state.destroy_model_parallel()
-    assert not parallel_state.is_debug()
-    assert not parallel_state.model_parallel_is_initialized()
-    with pytest.raises(RuntimeError, match=r"initialize_model_parallel"):
-        parallel_state.get_pipeline_model_parallel_rank()
 
 
 def test_groups_are_refused() -> None:

@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed import HashStore, distributed_c10d  # type: ignore[attr-defined]
 
-from nxdpp.devices import accelerator, cuda
+from nxdpp.devices import cuda
 from nxdpp.ranks import current_state, parallel_state
-from nxdpp.ranks.device_choice import choose, device_of_world, start_device, verify_own_devices, wanted_device
+from nxdpp.ranks.device_choice import choose, verify_own_devices
 from nxdpp.ranks.launcher import Launcher
 from tests.support.fake_cuda import FakeCuda
 from tests.support.fake_xla import FakeXla
@@ -81,13 +81,6 @@ def test_fewer_devices_than_local_ranks(monkeypatch: pytest.MonkeyPatch) -> None
     assert choose(launcher, None) == torch.device("cuda", 0)
 
 
-def test_a_device_that_cannot_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    FakeCuda(visible=2, broken=[0]).install(monkeypatch)
-    with pytest.raises(RuntimeError, match=r"cuda:0 of host .* is visible and cannot be used: CUDA error: all CUDA-"):
-        start_device(torch.device("cuda", 0))
-    assert start_device(torch.device("cuda", 1)) == "H200 uuid-1"
-
-
 def test_the_backend_is_checked_before_the_start() -> None:
     assert not dist.is_initialized()
     with pytest.raises(ValueError, match="backend='mpi' must be 'gloo', for the CPU, or 'nccl'"):
@@ -147,42 +140,6 @@ def test_a_named_device(monkeypatch: pytest.MonkeyPatch) -> None:
         choose(launcher, None, "cuda")
 
 
-def test_a_device_in_a_world_of_the_caller(monkeypatch: pytest.MonkeyPatch) -> None:
-    launcher = Launcher("python", 0, 1, 0, 1)
-    FakeXla().install(monkeypatch, "CPU")
-    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
-    try:
-        assert device_of_world(launcher, None, "xla") == torch.device("xla", 0)
-        assert device_of_world(launcher, None, "cpu") == device_of_world(launcher, None) == CPU
-        with pytest.raises(
-            ValueError, match=r"device='cuda', but torch\.distributed already .*: leave device out, or st"
-        ):
-            parallel_state.initialize_model_parallel(device="cuda")
-        monkeypatch.setattr(dist, "get_backend_config", lambda: "cuda:nccl")
-        for device in ("cpu", "xla"):
-            with pytest.raises(ValueError, match=f"device='{device}', but .* runs on cuda:nccl: leave device out, or"):
-                parallel_state.initialize_model_parallel(device=device)
-        assert not parallel_state.model_parallel_is_initialized()
-    finally:
-        dist.destroy_process_group()
-
-
-def test_a_second_call_has_the_same_device() -> None:
-    parallel_state.initialize_model_parallel(device="cpu")
-    try:
-        parallel_state.initialize_model_parallel(device="cpu", backend="gloo")
-        parallel_state.initialize_model_parallel()
-        for device in ("xla", "cuda"):
-            with pytest.raises(
-                RuntimeError, match=f"on device='cpu', which differs from device='{device}': call destr"
-            ):
-                parallel_state.initialize_model_parallel(device=device)
-        with pytest.raises(ValueError, match="device='tpu' must be"):
-            parallel_state.initialize_model_parallel(device="tpu")
-    finally:
-        parallel_state.destroy_model_parallel()
-
-
 def _other_device_on_rank_1(rank: int) -> str:
     FakeXla().install(pytest.MonkeyPatch(), "NEURON")
     try:
@@ -198,33 +155,6 @@ def test_ranks_with_different_devices_are_refused_on_all_ranks() -> None:
     assert len(set(errors)) == 1
     expected = "the ranks have devices of different kinds: cpu on ranks 0 and 2, xla (NEURON) on rank 1. Give all"
     assert errors[0].startswith(expected)
-
-
-def test_an_unknown_device() -> None:
-    with pytest.raises(ValueError, match=r"^device=.* must be 'cpu', 'cuda', .* or 'xla', for torch_xla's device"):
-        wanted_device(None, "tpu")
-
-
-@pytest.fixture
-def xpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine with four devices of the type xpu, and without CUDA."""
-    FakeCuda(built=False).install(monkeypatch)
-    monkeypatch.setattr(accelerator, "present", lambda: "xpu")
-    monkeypatch.setattr(accelerator, "count", lambda kind: 4 if kind == "xpu" else 0)
-
-
-@pytest.mark.usefixtures("xpus")
-def test_an_accelerator_of_another_type() -> None:
-    for launcher in _ranks("torchrun", 4, 4):
-        own = torch.device("xpu", launcher.rank)
-        assert choose(launcher, None) == choose(launcher, "xccl") == choose(launcher, None, "xpu") == own
-        assert choose(launcher, "gloo") == choose(launcher, None, "cpu") == CPU
-    with pytest.raises(
-        RuntimeError, match="4 xpu devices are visible for 8 local ranks, started by torchrun: start at"
-    ):
-        choose(Launcher("torchrun", 4, 8, 4, 8), None)
-    with pytest.raises(ValueError, match=r"device=.cuda. needs a CUDA device, and torch is built without CUDA\. Use"):
-        choose(Launcher("torchrun", 0, 1, 0, 1), None, "cuda")
 
 
 @pytest.mark.parametrize(

@@ -82,18 +82,3 @@ def test_every_getter_before_initialisation_names_the_remedy() -> None:
     for getter in [name for name in dir(parallel_state) if name.startswith(("get_", "is_pipe"))]:
         with pytest.raises(RuntimeError, match=r"call nxdpp\.parallel_state\.initialize_model_parallel"):
             getattr(parallel_state, getter)()
-
-
-@pytest.mark.parametrize(
-    ("argument", "words"),
-    [
-        ({"context_parallel_size": 2}, "context_parallel_size=2: nxdpp does not split sequences"),
-        ({"expert_model_parallel_size": 4}, "expert_model_parallel_size=4: nxdpp does not split the experts"),
-        ({"lnc_size": 2}, "lnc_size=2: logical cores are of Neuron devices"),
-        ({"order": ("data", "tensor")}, "must name the dimensions"),
-    ],
-)
-def test_sizes_above_1_are_refused_with_a_sentence(argument: dict[str, Any], words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        parallel_state.initialize_model_parallel(**argument)
-    assert not parallel_state.model_parallel_is_initialized()

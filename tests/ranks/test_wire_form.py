@@ -72,26 +72,13 @@ def test_a_value_comes_back_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
         assert type(back) is type(value), value
         assert back == value
         assert getattr(back, "__dict__", None) == getattr(value, "__dict__", None)
-
-
-@pytest.mark.parametrize(
-    "tensor",
-    [
+    for tensor in (
         torch.arange(6).view(2, 3).T,
         torch.tensor(2.5, dtype=torch.bfloat16),
-        torch.empty(0, 3, dtype=torch.complex64),
         torch.tensor([1 + 2j]).conj(),
-        torch.tensor([True, False]),
-    ],
-    ids=lambda tensor: f"{tensor.dtype}{list(tensor.shape)}",
-)
-def test_tensors_and_arrays_come_back(tensor: torch.Tensor) -> None:
-    array: Any = tensor.float().numpy() if not tensor.is_complex() else np.array([1 + 2j])
-    for value in (tensor, array):
-        back: Any = unpacked(packed({"value": [value]}))["value"][0]
-        assert type(back) is type(value)
-        assert (back.dtype, back.shape) == (value.dtype, value.shape)
-        assert bool((back == value).all())
+    ):
+        back = unpacked(packed(tensor))
+        assert (back.dtype, back.tolist()) == (tensor.dtype, tensor.tolist())
 
 
 def test_a_value_without_a_form_is_refused_by_the_sender() -> None:

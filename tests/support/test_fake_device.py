@@ -172,13 +172,3 @@ def _counts_waits() -> None:
 
 def test_waits_of_the_host_are_counted() -> None:
     in_a_process(_counts_waits)
-
-
-def _refuses_host_tensors() -> str:
-    tensor = torch.ones(4, device="fake")
-    assert (tensor + torch.tensor(1.0)).sum().item() == 8
-    return error_of(lambda: tensor + torch.ones(4))
-
-
-def test_host_tensors_are_refused() -> None:
-    assert "Expected all tensors to be on the same device" in in_a_process(_refuses_host_tensors)

@@ -107,25 +107,6 @@ def test_messages_match_in_order_without_tags() -> None:
     assert on_ranks(2, _messages) == [[], [0.0, 1.0, 2.0]]
 
 
-def _is_refused(rank: int) -> list[str]:
-    group = dist.distributed_c10d._get_default_group()
-    device = torch.device("fake")
-    errors = [error_of(lambda: dist.all_reduce(torch.ones(2)))]
-    for dtype in (torch.complex64, torch.int16):
-        tensor = torch.ones(2, dtype=dtype, device="fake")
-        errors.append(error_of(lambda tensor=tensor: group.send([tensor], 1 - rank, 0)))  # type: ignore[misc]
-    errors.append(error_of(lambda: dist.send(torch.ones(2, 3, device=device).t(), 1 - rank)))
-    return errors
-
-
-def test_rules_of_tensors() -> None:
-    for host, unknown, short, strided in on_ranks(2, _is_refused):
-        assert "No backend type associated with device type cpu" in host
-        assert "Unconvertible NCCL type ComplexFloat" in unknown
-        assert "Unconvertible NCCL type Short" in short
-        assert "contiguous" in strided
-
-
 def _races(rank: int) -> list[str]:
     tensor = torch.ones(4, device="fake")
     work = dist.all_reduce(tensor, async_op=True)
@@ -176,27 +157,6 @@ def test_wait_stops_the_stream_and_not_the_host() -> None:
     assert first[0] < 0.5
     assert second[0] >= 1.0
     assert first[1:] == second[1:] == [0, 32.0]
-
-
-def _first_use(rank: int) -> list[float]:
-    group = dist.new_group([0, 1])
-    tensor = torch.ones(4, device="fake")
-    took = []
-    for _ in range(2):
-        dist.barrier()
-        if rank == 1:
-            time.sleep(1.0)
-        started = time.monotonic()
-        dist.all_reduce(tensor, group=group, async_op=True)
-        took.append(time.monotonic() - started)
-        torch.accelerator.synchronize()
-    return took
-
-
-def test_first_use_of_a_communicator_stops_hosts() -> None:
-    first, second = on_ranks(2, _first_use)[0]
-    assert first > 0.5
-    assert second < 0.5
 
 
 def _never_comes(rank: int) -> None:

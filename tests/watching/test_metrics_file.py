@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from nxdpp import MetricsFile, NxDPPModel, parallel_state
-from nxdpp.ranks.faults.ending_process import fault_listeners, tell_launcher
+from nxdpp.ranks.faults.ending_process import fault_listeners
 from nxdpp.watching.metrics_reader import RunMetrics
 from nxdpp.watching.summary import summary_of
 from tests.support.models import VOCABULARY, llama
@@ -145,21 +145,6 @@ def test_a_closed_file_takes_a_late_evaluation(tmp_path: Path, model: NxDPPModel
         pass
     with pytest.raises(ValueError, match="closed"):
         metrics.add(held_out_loss=0.25)
-
-
-def test_a_new_file_closes_an_earlier_one(tmp_path: Path, model: NxDPPModel) -> None:
-    """As in a notebook: a fault is told once, and only to the run that it ends."""
-    with suppress(ValueError), MetricsFile(tmp_path / "left", model):
-        raise ValueError
-    first = MetricsFile(tmp_path, model)
-    second = MetricsFile(tmp_path, model)
-    with pytest.raises(ValueError, match="is closed"):
-        first.write(1)
-    tell_launcher("it fell")
-    second.close()
-    assert not fault_listeners
-    assert [line["fault"] for line in _records(tmp_path, 0) if "fault" in line] == ["it fell"]
-    assert "fault" not in _records(tmp_path / "left", 0)[-1]
 
 
 def test_wrong_values_and_names_are_refused(tmp_path: Path, model: NxDPPModel) -> None:

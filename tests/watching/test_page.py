@@ -50,16 +50,6 @@ def test_the_server_answers_with_the_run_of_the_moment(port: int, tmp_path: Path
     assert _get(port, "/other")[0] == 404
 
 
-def test_answers_may_be_used_by_the_page_only(port: int) -> None:
-    connection = HTTPConnection("127.0.0.1", port, timeout=10)
-    connection.request("GET", "/")
-    answer = connection.getresponse()
-    answer.read()
-    connection.close()
-    assert answer.headers["X-Content-Type-Options"] == "nosniff"
-    assert str(answer.headers["Content-Security-Policy"]).startswith("default-src 'none'; ")
-
-
 def test_only_pages_of_this_machine_read_it(port: int) -> None:
     """A page elsewhere whose name leads to 127.0.0.1 sends that name."""
     hosts = {"localhost:9": 200, "127.0.0.1": 200, "elsewhere.example:80": 403, "": 403}

@@ -61,12 +61,6 @@ def test_a_run_that_ended_well(tmp_path: Path) -> None:
     assert (found["state"], found["world"], len(found["ranks"])) == ("running", 2, 1)
 
 
-def test_experts_of_tensor_ranks_count_once(tmp_path: Path) -> None:
-    for rank in range(4):
-        lines(tmp_path, rank, begin(rank, 4) | {"tensor_rank": rank % 2}, step(rank, 1, experts=[rank, 1]))
-    assert _summary(tmp_path)["experts"] == [0 + 2, 2]
-
-
 def test_a_long_curve_is_thinned_and_ends_with_its_last_value(tmp_path: Path) -> None:
     lines(tmp_path, 0, begin(0, 1), *[step(0, number, norm=number) for number in range(1, 1001)])
     lines(tmp_path, 0, step(0, 1001, norm="inf"))

@@ -49,21 +49,6 @@ def test_a_second_backward(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not notes(lambda: lost.item())
 
 
-@pytest.mark.usefixtures("one_rank")
-def test_a_loss_of_another_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    lost: Any = None
-    monkeypatch.setitem(board.members, "pipeline", frozenset({0, 1}))
-    monkeypatch.setattr(board, "_named", {})
-    assert not notes(lambda: lost.item())
-    monkeypatch.setattr(board, "_named", {"run_train": 1})
-    for use in (lambda: lost.item(), lambda: float(lost), lambda: f"{lost:.3f}", lambda: 0.0 + lost):
-        note = notes(use)
-        assert note.count("nxdpp: ") == 1
-        assert "NxDPPModel(..., broadcast_and_average_loss=True) returns the loss on every rank." in note
-    # An error inside of a library tells of something else.
-    assert not notes(lambda: nn.Linear(2, 2)(lost))
-
-
 def left_over(rank: int) -> dict[str, list[str]]:
     """Return the notes on a backward, and on ``item()`` of a loss that is elsewhere, after each kind of step."""
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)

@@ -55,16 +55,6 @@ def test_moves_of_each_kind_start_the_time_anew(clock: list[float]) -> None:
         assert progress.unmoved_seconds == 0.0
 
 
-def test_time_in_which_the_process_was_stopped_counts_as_one_sample(clock: list[float]) -> None:
-    board = Board()
-    board.thread = None
-    progress = Progress(board, longest=20.0)
-    progress.sample()
-    clock[0] += 3600.0
-    progress.sample()
-    assert progress.unmoved_seconds == 20.0
-
-
 class _Slow(nn.Module):
     def __init__(self, reached: threading.Event, leave: threading.Event) -> None:
         super().__init__()
