@@ -41,61 +41,38 @@ def test_the_job_and_its_runtime_fit() -> None:
     assert mounts["shared"] == container["workingDir"]
 
 
-class _Pods:
-    """Agents of torchrun that the manifest's command starts, with the variables that an operator sets."""
-
-    def __init__(self, folder: Path, processes: int) -> None:
-        with socket.socket() as chosen:
-            chosen.bind(("127.0.0.1", 0))
-            port = str(chosen.getsockname()[1])
-        trainer = _manifest()[1]["spec"]["trainer"]
-        nodes = trainer["numNodes"]
-        self.agents = []
-        self._files = [folder / f"pod{node}.txt" for node in range(nodes)]
-        for node, file in enumerate(self._files):
-            variables = {"NNODES": nodes, "NPROC_PER_NODE": processes, "NODE_RANK": node}
-            variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-            environment = {f"PET_{name}": str(value) for name, value in variables.items()}
-            # PyTorchJob has these too.
-            environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-            environment |= {"RANK": str(node), "WORLD_SIZE": str(nodes * processes)}
-            environment |= {
-                "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
-                "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}",
-                "LAUNCHER": str(ROOT / "nxdpp/ranks"),
-            }
-            with file.open("w") as written:
-                command = trainer["command"]
-                agent = subprocess.Popen(
-                    command, cwd=folder, env=os.environ | environment, stdout=written, stderr=written
-                )
-            self.agents.append(agent)
-
-    @property
-    def output(self) -> str:
-        return "".join(file.read_text() for file in self._files)
-
-    def __enter__(self) -> "_Pods":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for agent in self.agents:
-            agent.terminate()
-        for agent in self.agents:
-            agent.wait(60)
-
-    def end_well(self) -> None:
-        for agent in self.agents:
-            assert agent.wait(SECONDS) == 0, self.output
-
-
 def test_the_command_of_the_pods_starts_all_processes(tmp_path: Path) -> None:
-    processes = _manifest()[1]["spec"]["trainer"]["numProcPerNode"]
+    """With the variables of TrainJob, and those of PyTorchJob beside them."""
+    trainer = _manifest()[1]["spec"]["trainer"]
+    nodes, processes = trainer["numNodes"], trainer["numProcPerNode"]
     (tmp_path / "train.py").write_text(TRAIN)
-    with _Pods(tmp_path, processes) as pods:
-        pods.end_well()
-    found = re.findall(r"torchrun (\d+) of 16, (\d+) of 8", pods.output)
-    expected = [(rank, rank % 8) for rank in range(16)]
-    assert sorted((int(rank), int(local_rank)) for rank, local_rank in found) == expected
+    with socket.socket() as chosen:
+        chosen.bind(("127.0.0.1", 0))
+        master = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(chosen.getsockname()[1])}
+    agents, files = [], [tmp_path / f"pod{node}.txt" for node in range(nodes)]
+    for node, file in enumerate(files):
+        variables = {"NNODES": nodes, "NPROC_PER_NODE": processes, "NODE_RANK": node, **master}
+        environment = {f"PET_{name}": str(value) for name, value in variables.items()} | master
+        environment |= {
+            "RANK": str(node),
+            "WORLD_SIZE": str(nodes * processes),
+            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+            "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}",
+            "LAUNCHER": str(ROOT / "nxdpp/ranks"),
+        }
+        with file.open("w") as written:
+            agent = subprocess.Popen(
+                trainer["command"], cwd=tmp_path, env=os.environ | environment, stdout=written, stderr=written
+            )
+        agents.append(agent)
+    try:
+        assert [agent.wait(SECONDS) for agent in agents] == [0] * nodes, [file.read_text() for file in files]
+    finally:
+        for agent in agents:
+            agent.terminate()
+    found = re.findall(r"torchrun (\d+) of 16, (\d+) of 8", "".join(file.read_text() for file in files))
+    assert sorted((int(rank), int(local_rank)) for rank, local_rank in found) == [
+        (rank, rank % 8) for rank in range(16)
+    ]
     logs = (tmp_path / "logs").glob("*/attempt_0/*/stdout.log")
     assert sum(log.read_text().startswith("torchrun") for log in logs) == 16
