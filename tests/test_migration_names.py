@@ -6,7 +6,6 @@ Each is imported at its own path, with ``neuronx_distributed`` replaced by ``nxd
 import ast
 import importlib
 import inspect
-import logging
 import re
 import subprocess
 import sys
@@ -19,7 +18,6 @@ import pytest
 import torch
 from torch.nn import init
 
-from nxdpp.doors.nxd.logger import get_logger
 from tests.support.dotted_names import imported
 
 PAGE = (Path(__file__).parents[1] / "docs/migrating.md").read_text()
@@ -241,17 +239,3 @@ def test_a_module_is_an_attribute_before_any_import_of_it() -> None:
     others = [line for line in ended.stderr.splitlines()[1:] if "nanobind" not in line and not line.startswith(" - ")]
     assert (ended.returncode, others) == (0, []), ended.stderr
     assert ended.stderr.splitlines()[0].endswith("WARNING written")
-
-
-@pytest.mark.parametrize(("rank", "rank0_only", "written"), [("0", True, 1), ("1", True, 0), ("1", False, 1)])
-def test_the_logger_writes_on_the_first_rank(
-    monkeypatch: pytest.MonkeyPatch, rank: str, rank0_only: bool, written: int
-) -> None:
-    monkeypatch.setenv("RANK", rank)
-    logger = get_logger(f"nxdpp.test.{rank}.{rank0_only}", rank0_only=rank0_only)
-    records: list[logging.LogRecord] = []
-    (handler,) = logger.handlers
-    monkeypatch.setattr(handler, "emit", records.append)
-    logger.info("hello")
-    assert get_logger(logger.name, rank0_only=rank0_only).handlers == [handler]
-    assert len(records) == written

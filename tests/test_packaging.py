@@ -88,7 +88,7 @@ def test_an_editable_install_is_the_path_of_the_clone(clone: Path, tmp_path: Pat
     for entry in Path(sysconfig.get_path("purelib")).iterdir():
         if not entry.name.startswith("nxdpp"):
             (others / entry.name).symlink_to(entry)
-    code = "import site, sys; site.addsitedir(sys.argv[1]); import nxdpp.nnscaler, nxdpp.schedules.families.registry"
+    code = "import site, sys; site.addsitedir(sys.argv[1]); import nxdpp.schedules.families.registry"
     imported = subprocess.run(
         [sys.executable, "-S", "-c", f"{code}; print(nxdpp.__file__, nxdpp.__version__)", str(site)],
         cwd=tmp_path,
@@ -124,19 +124,6 @@ def run_without_path(folder: Path, *arguments: str, path: Path | None = None) ->
     ended = subprocess.run(command, cwd=folder, env=environment, timeout=SECONDS, text=True, capture_output=True)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     return ended.stdout
-
-
-def test_a_checkout_without_links_is_installed_and_imported(clone: Path, without_links: Path, tmp_path: Path) -> None:
-    site = tmp_path / "site"
-    pip = ["-m", "pip", "install", "-q", "--no-deps", "--no-index", "--no-build-isolation", "--target", str(site)]
-
-    run_without_path(tmp_path, *pip, str(without_links))
-
-    assert {str(path.relative_to(site)) for path in site.rglob("nxdpp/**/*.py")} == modules(clone)
-    assert run_without_path(tmp_path, "-m", "nxdpp", "--version", path=site) == f"nxdpp {nxdpp.__version__}\n"
-    packages = [name.removesuffix("/__init__.py").replace("/", ".") for name in modules(clone) if "__init__" in name]
-    code = f"import {', '.join(sorted(packages))}; print(*nxdpp.__path__, nxdpp.__all__); nxdpp.NxDPPModel"
-    assert run_without_path(tmp_path, "-c", code, path=site).startswith(f"{site / 'nxdpp'} [")
 
 
 def test_a_checkout_without_links_runs_as_it_is(without_links: Path) -> None:

@@ -1,9 +1,7 @@
 """The comparison with torch.distributed.pipelining: its layers, verdicts and tables, and a small run."""
 
-import json
 import math
 import re
-import time
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -13,74 +11,13 @@ import torch
 
 from benchmarks.comparison import page
 from benchmarks.comparison.contenders import BY_HAND, NXDPP, TORCH
-from benchmarks.comparison.efficiency import excess_rows, ideal_ms, sleeping_job
 from benchmarks.comparison.job import Job
-from benchmarks.comparison.overhead import targets
-from benchmarks.comparison.rows import Entrant, Row, Verdict, rows_as_json, rows_as_markdown
-from benchmarks.comparison.stacks import ScalingLayer, SleepingLayer, stack_job
+from benchmarks.comparison.rows import Entrant, Row, Verdict
+from benchmarks.comparison.stacks import ScalingLayer, stack_job
 from benchmarks.comparison.timing import Effort, Times, time_families
-from benchmarks.report import describe_session
 from nxdpp.ranks import parallel_state
 from nxdpp.schedules.families.registry import FAMILIES
 from tests.support.run_ranks import run_ranks
-
-
-def test_a_sleeping_layer_sleeps_once_for_each_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
-    slept: list[float] = []
-    monkeypatch.setattr(time, "sleep", slept.append)
-    layer = SleepingLayer(0.005, 3)
-    hidden = torch.rand(2, 3, requires_grad=True)
-    output = layer(hidden).sum()
-    assert slept == [0.005]
-    torch.autograd.grad(output, hidden, retain_graph=True)
-    assert slept == [0.005] * 2
-    torch.autograd.grad(output, layer.weight, retain_graph=True)
-    assert slept == [0.005] * 3
-    output.backward()
-    assert slept == [0.005] * 5
-
-
-def test_ideal_of_1f1b_counts_sleeps_only() -> None:
-    assert ideal_ms("1f1b", 5, 32) == 525
-
-
-def test_efficiency_rows_compare_the_excess_over_the_ideal() -> None:
-    times = {
-        (BY_HAND, "1f1b"): Times([0.545, 0.545], []),
-        (TORCH, "1f1b"): Times([0.565, 0.565], []),
-        (NXDPP, "1f1b"): Times([0.548, 0.548], []),
-    }
-    rows = excess_rows(5, 32, times)
-    assert [row.quartiles[1] for row in rows] == pytest.approx([20, 40, 23])
-    torch_verdict, by_hand, ideal = rows[2].verdicts
-    assert [v.ratio for v in (torch_verdict, by_hand, ideal)] == pytest.approx([23 / 40, 23 / 20, 548 / 525])
-    assert [v.met for v in (torch_verdict, by_hand, ideal)] == [True, None, None]
-
-
-def test_a_rank_sleeps_as_long_with_two_stages() -> None:
-    assert ideal_ms("interleaved", 5, 32) == 502.5
-    assert sleeping_job(6, 2, 2).make_model().layers[0].seconds == 0.003  # type: ignore[index,union-attr]
-    times = {(NXDPP, "1f1b"): Times([0.54], []), (NXDPP, "interleaved"): Times([0.55], [])}
-    assert excess_rows(5, 32, times)[1].verdicts[-1].met is False
-
-
-def test_overhead_targets() -> None:
-    assert targets(2, "wall", NXDPP, "1f1b") == {(BY_HAND, "1f1b"): None, (TORCH, "1f1b"): 0.8}
-    assert targets(4, "wall", NXDPP, "1f1b") == {(BY_HAND, "1f1b"): 0.75, (TORCH, "1f1b"): None}
-    assert targets(4, "wall", NXDPP, "zb-v")[TORCH, "zb-v"] == 0.5
-    assert targets(4, "CPU", NXDPP, "zb-v")[TORCH, "zb-v"] is None
-    assert targets(4, "wall", TORCH, "1f1b") == {}
-
-
-def test_a_missed_target_shows_in_table_and_json() -> None:
-    row = Row("efficiency", "5 ms", "1f1b", NXDPP, "ms", [49.0, 50.0, 51.0], [Verdict(TORCH, 0.7, 0.6)])
-    session = {**describe_session(), **Effort(1, 3)._asdict()}
-    (written,) = json.loads(rows_as_json([row], session))["rows"]
-    assert written["verdicts"][0]["met"] is False
-    assert [written[name] for name in ("low", "median", "high")] == [49.5, 50.0, 50.5]
-    text = " ".join(rows_as_markdown([row], session).split())
-    assert "| 1f1b | nxdpp | 50 | 49.5 to 50.5 | ms | 0.7 x torch (at most 0.6: NOT met) |" in text
-    assert "0 of 1 targets are met." in text
 
 
 def light_rank(rank: int) -> dict[Entrant, Times]:
@@ -115,12 +52,6 @@ def wrong_rank(rank: int) -> None:
 def test_a_contender_with_another_result_is_an_error() -> None:
     with pytest.raises(AssertionError, match=r"by hand 1f1b: .* differs by"):
         run_ranks(2, wrong_rank)
-
-
-def test_sleep_does_not_change_gradients() -> None:
-    asleep, awake = (sleeping_job(ms, 2, 1).reference() for ms in (1, 0))
-    assert torch.equal(asleep[0], awake[0])
-    assert all(torch.equal(asleep[1][name], awake[1][name]) for name in awake[1])
 
 
 def test_pages_get_tables_and_a_picture(tmp_path: Path) -> None:

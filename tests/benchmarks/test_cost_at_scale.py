@@ -5,17 +5,14 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks import cost_at_scale
-from benchmarks.cost_at_scale import EXCHANGES_OF_A_SAVE, Group, groups_of_a_rank, requests_of_a_rank, rows
-from nxdpp import NxDPPModel, parallel_state, save_pretrained
+from benchmarks.cost_at_scale import Group, groups_of_a_rank, requests_of_a_rank, rows
+from nxdpp import parallel_state
 from nxdpp.ranks import start_store
-from nxdpp.ranks.exchange import Exchange
 from tests.support.run_ranks import run_ranks
 
 PAGE = Path(__file__).parents[2] / "benchmarks/results/cost_at_scale.md"
-SMALL = LlamaConfig(vocab_size=16, hidden_size=8, intermediate_size=8, num_hidden_layers=2, num_attention_heads=2)
 
 
 def _sizes_of_groups(rank: int) -> list[int]:
@@ -41,23 +38,6 @@ def test_2048_ranks_on_nccl_have_no_gloo_group_but_those_of_their_pipeline_and_r
 def test_requests_of_a_rank_do_not_grow_with_the_ranks(act: object) -> None:
     few, more = (requests_of_a_rank(act, ranks) for ranks in (3, 8))  # type: ignore[arg-type]
     assert max(few) == max(more) <= 5
-
-
-def test_a_save_makes_the_exchanges_that_the_table_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    exchanges: list[object] = []
-    gather = Exchange.gather
-
-    def counted(self: Exchange, value: object) -> list[object]:
-        exchanges.append(value)
-        return gather(self, value)
-
-    parallel_state.initialize_model_parallel()
-    monkeypatch.setattr(Exchange, "gather", counted)
-    try:
-        save_pretrained(NxDPPModel(LlamaForCausalLM(SMALL), num_microbatches=1), tmp_path)
-    finally:
-        parallel_state.destroy_model_parallel()
-    assert len(exchanges) == EXCHANGES_OF_A_SAVE
 
 
 def test_the_table_of_the_page_is_that_of_the_code() -> None:

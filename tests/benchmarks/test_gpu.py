@@ -4,18 +4,16 @@ import json
 import shlex
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from benchmarks import gpu
-from benchmarks.first_hour import faults, speed
+from benchmarks.first_hour import faults, one, schedules, speed
 from benchmarks.first_hour.parts import PARTS, Part
-from benchmarks.first_hour.place import ONE_CHIP, OWN, SHARED, Place, Rank
-from benchmarks.first_hour.start import FAILED, HUNG, NOT_RUN, NOTHING, PASSED, Ended, Start
+from benchmarks.first_hour.place import ONE_CHIP, OWN, SHARED, Place
+from benchmarks.first_hour.start import FAILED, HUNG, PASSED, Ended, Start
 from nxdpp.schedules.families.registry import FAMILIES
 from tests.benchmarks import failing_part
 from tests.docs.pages import GUIDE, ROOT, commands
@@ -28,64 +26,64 @@ pytestmark = pytest.mark.timeout(900)
 DRY, CUDA, EIGHT = Place("cpu", 0, True), Place("cuda", 1, False), Place("cuda", 8, False)
 
 
-def written_by(folder: Path, arguments: list[str], parts: list[str]) -> tuple[dict[str, Any], str]:
-    """The JSON of the command for parts that all pass, and its last line."""
+def written_by(folder: Path, arguments: list[str]) -> tuple[dict[str, Any], str]:
+    """The JSON of the command, and its last line."""
     file = folder / "found.json"
-    named = [word for name in parts for word in ("--part", name)]
-    command = [sys.executable, *arguments, "--json", str(file), *named]
+    command = [sys.executable, *arguments, "--json", str(file)]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=800)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     found: dict[str, Any] = json.loads(file.read_text())
-    assert list(found["parts"]) == parts
     return found, ended.stdout.splitlines()[-1]
 
 
-@pytest.mark.parametrize(
-    "parts",
-    [
-        ["units", "sanitizer", "speed"],
-        pytest.param(["one", "faults"], marks=pytest.mark.sweep),
-        pytest.param(["schedules", "several"], marks=pytest.mark.sweep),
-    ],
-)
-def test_the_dry_command_of_the_guide_passes(tmp_path: Path, parts: list[str]) -> None:
+@pytest.mark.sweep
+def test_the_dry_command_of_the_guide_passes(tmp_path: Path) -> None:
     (command,) = (line for _, line in commands(GUIDE / "gpus.md") if "gpu.py --dry" in line)
     python, *arguments = shlex.split(command, comments=True)
     assert python == "python"
-    found, row = written_by(tmp_path, arguments, parts)
+    found, row = written_by(tmp_path, arguments)
     cases = {name: [case["name"] for case in part["cases"]] for name, part in found["parts"].items()}
     for name, part in found["parts"].items():
         assert part["result"] == (gpu.ABSENT if name in ("several", "sanitizer") else PASSED)
         assert part["seconds"] <= part["limit"]
-    if "schedules" in parts:
-        assert cases["schedules"] == [*FAMILIES, "1f1b, run_eval"]
-    if "speed" in parts:
-        assert "torch.distributed.pipelining" in row
-    if "faults" in parts:
-        assert cases["faults"] == faults.CASES
-        assert found["parts"]["faults"]["cases"][0]["figures"][0]["named_by"] == [0, 1]
-    assert {"commit", "system", "torch", "python"} <= found["session"].keys()
+    assert cases["schedules"] == [*FAMILIES, "1f1b, run_eval"]
+    assert "torch.distributed.pipelining" in row
+    assert cases["faults"] == faults.CASES
+    assert found["parts"]["faults"]["cases"][0]["figures"][0]["named_by"] == [0, 1]
     header = (ROOT / "benchmarks/results/gpus.md").read_text().splitlines()
     assert f"| {' | '.join(gpu.COLUMNS)} |" in header
     assert row.count("|") == len(gpu.COLUMNS) + 1
 
 
 @on_fake
-@pytest.mark.parametrize(
-    "parts",
-    [
-        ["units", "several"],
-        pytest.param(["one"], marks=pytest.mark.sweep),
-        pytest.param(["faults", "speed"], marks=pytest.mark.sweep),
-    ],
-)
-def test_the_command_on_the_fake_accelerator(tmp_path: Path, parts: list[str]) -> None:
+@pytest.mark.sweep
+def test_the_command_on_the_fake_accelerator(tmp_path: Path) -> None:
     fake_device.built()
-    found, _ = written_by(tmp_path, ["benchmarks/gpu.py", "--device", "fake"], parts)
+    found, _ = written_by(tmp_path, ["benchmarks/gpu.py", "--device", "fake"])
     assert found["place"] == {"device": "fake", "visible": 1, "dry": True}
-    for case in found["parts"].get("one", {}).get("cases", ()):
+    for case in found["parts"]["one"]["cases"]:
         # None is a case without steps.
         assert case["figures"][0].get("host_waits") in (None, {})
+
+
+@on_fake
+def test_a_case_of_each_part_passes_on_the_fake_accelerator(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def part(program: str, ranks: int, *cases: str) -> Part:
+        return Part("", 600, lambda place: [Start(program, cases, 120.0, ranks)])
+
+    fake_device.built()
+    parts = {
+        "units": PARTS["units"],
+        "one": part(one.__name__, 1, one.CASES[0]),
+        "several": part(schedules.__name__, 2, "zb-v"),
+        "speed": part(speed.__name__, 2, speed.CASES[0]),
+    }
+    monkeypatch.setattr(gpu, "PARTS", parts)
+    file = tmp_path / "found.json"
+    gpu.main(["--device", "fake", "--json", str(file)])
+    found = json.loads(file.read_text())
+    assert [part["result"] for part in found["parts"].values()] == [PASSED] * len(parts)
+    assert {"commit", "system", "torch", "python"} <= found["session"].keys()
 
 
 def test_a_case_that_fails_or_hangs_is_named_and_does_not_stop_the_next(
@@ -113,18 +111,6 @@ def test_a_case_that_fails_or_hangs_is_named_and_does_not_stop_the_next(
     assert "failed         raises  ValueError: the first error" in capsys.readouterr().out
 
 
-def test_a_case_after_the_limit_of_its_part_is_not_run() -> None:
-    start = Start(failing_part.__name__, ["passes"], 5.0)
-    assert [found["result"] for found in start.results(DRY, time.monotonic())] == [NOT_RUN]
-
-
-def test_an_unsupported_layout_that_is_refused_proves_nothing() -> None:
-    start = Start(failing_part.__name__, ["raises", "passes"], 5.0, 1, ONE_CHIP)
-    assert [found["result"] for found in start.results(DRY, time.monotonic() + 600)] == [NOTHING, NOT_RUN]
-    part = Part("", 600, lambda place: [])
-    assert gpu.result_of(part, DRY)["result"] == gpu.ABSENT
-
-
 def test_ranks_of_one_cuda_device_are_an_experiment() -> None:
     ways = {name: [(start.ranks, start.way) for start in PARTS[name].starts(CUDA)] for name in ("several", "faults")}
     assert ways == {"several": [(2, ONE_CHIP), (4, ONE_CHIP), (2, ONE_CHIP)], "faults": [(2, SHARED), (2, ONE_CHIP)]}
@@ -141,13 +127,6 @@ def test_the_parts_fit_into_an_hour() -> None:
     assert sum(part.limit for part in PARTS.values()) <= 3600
 
 
-@pytest.mark.parametrize(("ranks", "gigabytes", "hidden"), [(1, 141, 2048), (1, 24, 512), (8, 24, 2048), (1, 2, 256)])
-def test_the_llama_fits_on_the_device(ranks: int, gigabytes: int, hidden: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("nxdpp.devices.accelerator.total_memory", lambda device: gigabytes * 10**9)
-    size = speed.size_for(Rank(CUDA, 0, ranks, OWN), torch.device("cuda", 0))
-    assert (size.hidden, size.layers % ranks, size.microbatches % ranks) == (hidden, 0, 0)
-
-
 @pytest.mark.parametrize(
     ("case", "last", "at", "result"),
     [
@@ -162,12 +141,3 @@ def test_who_is_named_for_a_fault_and_how_soon(case: str, last: str, at: float, 
     found = faults.judge(case, Ended([1, 1], outputs, [[], []], 100.0 + at, False))
     assert found["result"] == result
     assert found["figures"][0]["named_by"] == [0, 1]
-
-
-def test_no_accelerator_is_told_with_the_remedy(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        gpu.main([])
-    assert "try the parts on the CPU by --dry" in capsys.readouterr().err
-    with pytest.raises(SystemExit):
-        gpu.main(["--device", "cuda"])
-    assert "no device of the type 'cuda'" in capsys.readouterr().err

@@ -2,15 +2,12 @@
 
 import re
 from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
 
 from benchmarks import xla
 from benchmarks.in_turn.llama_steps import Copies, Rank, Size, Step
 from benchmarks.in_turn.turns import Job, Turns, run_in_turn
-
-PAGE = Path(__file__).parents[2] / "benchmarks" / "results" / "xla.md"
 
 
 def _rank(seconds: float, copies: int = 0) -> Rank:
@@ -45,33 +42,6 @@ def test_the_tables() -> None:
         ["1", "|", "0", "|", "none", "|", "none", "|", "none", "|", "200", "|", "300"],
         ["2", "|", "2", "|", "2", "|", "40", "|", "10", "|", "300", "|", "450"],
     ]
-
-
-def test_the_command_writes_its_tables_into_the_page(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(xla, "find_spec", lambda name: True)
-    monkeypatch.setattr(xla, "run_in_turn", lambda jobs, steps, timeout: _results())
-    monkeypatch.setattr(xla, "RANKS", (1, 2))
-    page = tmp_path / "xla.md"
-    page.write_text(PAGE.read_text())
-    xla.main(["--write", str(page)])
-    assert page.read_text().count("| CPU, 2 ranks") == 1
-
-
-def test_other_losses_than_the_cpus_end_it() -> None:
-    results = _results()
-    xla.check_losses(results)
-    results["XLA, 2 ranks"][1].losses[1] = 1.1
-    with pytest.raises(SystemExit, match="losses differ"):
-        xla.check_losses(results)
-
-
-def test_no_torch_xla_is_told_with_the_remedy(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(xla, "find_spec", lambda name: None)
-    with pytest.raises(SystemExit):
-        xla.main([])
-    assert "pip install '.[xla]' -c constraints-xla.txt" in capsys.readouterr().err
 
 
 def _turn(rank: int, turns: Turns, failing: bool) -> list[int]:

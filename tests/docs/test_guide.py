@@ -23,7 +23,7 @@ def _lines(text: str) -> list[str]:
     return [line.rstrip() for line in text.strip().splitlines()]
 
 
-def run_page(page: Path, folder: Path, start: Callable[[Path, int], Ended] = run) -> Ended:
+def run_page(page: Path, folder: Path, start: Callable[[Path, int], Ended]) -> Ended:
     """Run the script of ``page`` in an otherwise empty folder; traces have the file and the lines of ``page``."""
     (folder / "empty").mkdir()
     file = folder / "empty" / "train.py"

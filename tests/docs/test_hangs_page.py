@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 from tests.docs.pages import GUIDE, blocks, fragments
-from tests.docs.torchrun import run
+from tests.docs.torchrun import run_forked
 
 PAGE = GUIDE / "hangs.md"
 SECONDS = re.compile(r"for \d+ s\b")
@@ -16,7 +16,7 @@ def test_the_program_hangs_and_prints_the_lines_of_the_page(tmp_path: Path) -> N
     file = tmp_path / "empty" / "hang.py"
     file.parent.mkdir()
     file.write_text(program.text)
-    ended = run(file, 2)
+    ended = run_forked(file, 2)
     printed = ended.account
     assert ended.status == 1, printed
     lines = [SECONDS.sub("for N s", line.replace(f"{file.parent}/", "")) for line in printed.splitlines()]

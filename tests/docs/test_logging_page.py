@@ -5,14 +5,11 @@ uses, and write what they get.
 """
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
-import pytest
-
-from tests.docs.pages import GUIDE
-from tests.docs.test_guide import run_page
+from tests.docs.pages import GUIDE, script
+from tests.docs.torchrun import run_forked
 
 TENSORBOARD = '''\
 """torch.utils.tensorboard imports this module, then its writer, which reads the files of TensorBoard."""
@@ -70,17 +67,13 @@ def _lines(file: Path) -> list[Any]:
     return [json.loads(line) for line in file.read_text().splitlines()]
 
 
-def test_both_writers_get_the_losses_of_one_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    libraries = tmp_path / "libraries"
-    libraries.mkdir()
-    (libraries / "tensorboard.py").write_text(TENSORBOARD)
-    (libraries / "wandb.py").write_text(WANDB)
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(libraries), os.environ.get("PYTHONPATH", "")]))
-    ended = run_page(GUIDE / "logging.md", tmp_path)
+def test_both_writers_get_the_losses_of_one_rank(tmp_path: Path) -> None:
+    for name, text in (("tensorboard", TENSORBOARD), ("wandb", WANDB), ("train", script(GUIDE / "logging.md"))):
+        (tmp_path / f"{name}.py").write_text(text)
+    ended = run_forked(tmp_path / "train.py", 2)
     assert ended.status == 0, ended.account
-    folder = tmp_path / "empty"
-    (written,) = (folder / "out/tensorboard").iterdir()
-    (logged,) = folder.glob("wandb*.jsonl")
+    (written,) = (tmp_path / "out/tensorboard").iterdir()
+    (logged,) = tmp_path.glob("wandb*.jsonl")
     assert (written.name, logged.name) == ("rank0.jsonl", "wandb0.jsonl")
     about, *of_wandb = _lines(logged)
     assert about == ["llama", 2]

@@ -3,7 +3,6 @@
 A page that leaves out a model, data or imports, as reference pages do, has them here, before its code.
 """
 
-import re
 from pathlib import Path
 
 import pytest
@@ -99,9 +98,3 @@ def test_the_code_of_a_page_runs(name: str, tmp_path: Path) -> None:
 def test_fragments_compile(page: Path) -> None:
     for block in fragments(page):
         compile("\n" * (block.line - 1) + block.text, str(page), "exec")
-
-
-def test_code_is_in_blocks_of_python() -> None:
-    """A block of another language is not run: none of them has a statement of Python."""
-    plain = [block for page in PAGES for block in blocks(page) if block.language in ("", "text")]
-    assert not [block for block in plain if re.search(r"^(?:import \w|from \w+ import|def \w+\()", block.text, re.M)]

@@ -32,11 +32,6 @@ def test_the_index_is_that_of_the_docstrings_and_the_site_is_whole(tmp_path: Pat
     start = (tmp_path / "README.html").read_text()
     assert 'href="docs/guide/first_pipeline.html"' in start
     assert _sidebar(start) == _guide_parts()
-    assert _code_pixels(tmp_path / "_static") >= 120 * _LETTER
-
-
-_LETTER = 0.602
-"""Width of a letter of DejaVu Sans Mono, Menlo and Liberation Mono over the size of the font. Others are narrower."""
 
 
 def _sidebar(page: str) -> list[tuple[str, list[str]]]:
@@ -65,25 +60,6 @@ def _guide_parts() -> list[tuple[str, list[str]]]:
     return found
 
 
-def _code_pixels(styles: Path) -> float:
-    """The width of a block of code on a wide screen, over the size of its letters."""
-    theme, basic = ((styles / f"{name}.css").read_text() for name in ("alabaster", "basic"))
-    assert "max-width: none" in _rule(basic, "div.body")
-    page, sidebar = _pixels(theme, "div.document", "width"), _pixels(theme, "div.sphinxsidebar", "width")
-    text = page - sidebar - 2 * 30  # the padding of div.body
-    assert "padding: 0 30px 0 30px" in _rule(theme, "div.body")
-    assert "padding: 7px 30px" in _rule(theme, "pre")
-    return (text - 2 * 30) / _pixels(theme, "pre, tt, code", "font-size")
-
-
-def _rule(style: str, selector: str) -> str:
-    return "".join(re.findall(rf"^{re.escape(selector)} {{([^}}]*)}}", style, re.MULTILINE))
-
-
-def _pixels(style: str, selector: str, name: str) -> float:
-    return float(re.findall(rf"^\s*{name}: ([\d.]+)px", _rule(style, selector), re.MULTILINE)[0])
-
-
 def test_the_index_is_short_and_has_each_public_name() -> None:
     text = INDEX.read_text()
     assert len(text.encode()) <= 13 * 1024
@@ -103,34 +79,3 @@ def _public_names() -> list[str]:
     for package in ("integrations", "nnscaler", "optimizer", "oslo", "parallel_layers", "parallel_state", "trainer"):
         names += [f"nxdpp.{package}.{name}" for name in getattr(nxdpp, package).__all__ if name not in top]
     return names
-
-
-_PROGRAM = """
-import sys
-from pathlib import Path
-sys.path.insert(0, sys.argv[1])
-from web_site import make_site
-for link in sys.argv[2:]:
-    Path("README.md").write_text(f"# Title\\n\\nA [link]({link}).\\n")
-    print(link, make_site(Path("."), Path("site")))
-"""
-
-
-def test_broken_links_are_found(tmp_path: Path) -> None:
-    (tmp_path / "docs/guide").mkdir(parents=True)
-    (tmp_path / "benchmarks/results").mkdir(parents=True)
-    for name in (
-        "CHANGELOG",
-        "benchmarks/results/table",
-        "docs/api",
-        "docs/page",
-        "docs/guide/README",
-        "docs/guide/first",
-    ):
-        (tmp_path / f"{name}.md").write_text(f"# Heading of {name}\n")
-    with (tmp_path / "docs/guide/README.md").open("a") as guide:
-        guide.write("\n| steps | |\n|---|---|\n| [first.md](first.md) | a page |\n")
-    links = ["docs/page.md#heading-of-docspage", "docs/no_page.md", "docs/page.md#no-heading", "#no-heading"]
-    made = run(["-c", _PROGRAM, str(ROOT / "docs/site"), *links], tmp_path)
-    assert made.stdout.splitlines() == [f"{link} {link == links[0]}" for link in links], made.stderr
-    assert made.stderr.count("WARNING") == len(links) - 1

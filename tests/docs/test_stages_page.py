@@ -2,10 +2,6 @@
 
 import re
 
-import torch
-from transformers import LlamaConfig, LlamaForCausalLM
-
-from nxdpp.planning.traced_layers import trace_layers
 from nxdpp.schedules.families.registry import FAMILIES
 from nxdpp.schedules.simulate import Timeline, simulate
 from tests.docs.pages import GUIDE
@@ -42,13 +38,3 @@ def test_the_bubbles_of_1f1b() -> None:
         assert row is not None
         bubbles = [_step("1f1b", stages, stages * count).mean_bubble for count in counts]
         assert _cells(row[1]) == [f"{bubble:.0%}".replace("%", " %") for bubble in bubbles]
-
-
-def test_the_head_of_a_large_vocabulary_costs_as_much_as_two_layers() -> None:
-    config = LlamaConfig(
-        vocab_size=32000, hidden_size=512, intermediate_size=1408, num_hidden_layers=4, num_attention_heads=8
-    )
-    with torch.device("meta"):
-        model, ids = LlamaForCausalLM(config), torch.zeros(1, 128, dtype=torch.long)
-    layer, *_, head = trace_layers(model, {"input_ids": ids, "labels": ids}).costs
-    assert head.work > 2 * layer.work

@@ -66,7 +66,6 @@ def tune_twice(rank: int, folder: Path) -> list[tuple[str, list[Any]]]:
 
 def tune_adapters(rank: int, folder: Path) -> None:
     tune(rank, folder, "lines.txt", "--steps", "2", "--four-bit")
-    tune(rank, folder, "chats.jsonl", "--steps", "1", "--lora")
 
 
 def test_the_example_is_one_page() -> None:
@@ -99,11 +98,10 @@ def test_a_model_is_tuned_resumed_and_generates(tmp_path: Path) -> None:
 
 
 @pytest.mark.cpu_only("accelerate wants the device of LOCAL_RANK, and a rank has one")
-def test_adapters_are_tuned_on_lines_over_four_bit_weights_and_on_chats(tmp_path: Path) -> None:
+def test_adapters_are_tuned_on_lines_over_four_bit_weights(tmp_path: Path) -> None:
     publish(tmp_path)
     run_ranks(2, tune_adapters, tmp_path)
     state = json.loads((tmp_path / "of lines.txt/checkpoint-2/trainer_state.json").read_text())
     assert [each["step"] for each in state["log_history"] if "eval_loss" in each] == [1, 2]
-    for data in ("lines.txt", "chats.jsonl"):
-        assert (tmp_path / f"of {data}/adapter_model.safetensors").exists()
-        assert not (tmp_path / f"of {data}/model.safetensors").exists()
+    assert (tmp_path / "of lines.txt/adapter_model.safetensors").exists()
+    assert not (tmp_path / "of lines.txt/model.safetensors").exists()

@@ -95,13 +95,12 @@ def unwrapped() -> tuple[list[float], dict[str, torch.Tensor]]:
     return losses, dict(model.state_dict())
 
 
-@pytest.mark.parametrize("stages", [1, 2])
 def test_a_pipeline_trains_exactly_like_the_unwrapped_model(
-    tmp_path: Path, stages: int, unwrapped: tuple[list[float], dict[str, torch.Tensor]]
+    tmp_path: Path, unwrapped: tuple[list[float], dict[str, torch.Tensor]]
 ) -> None:
     losses, weights = unwrapped
     folder = tmp_path / "run"
-    printed = run_ranks(stages, _train, _tiny(folder))
+    printed = run_ranks(2, _train, _tiny(folder))
     model = LlamaForCausalLM.from_pretrained(folder)
     saved = model.state_dict()
 
@@ -110,8 +109,7 @@ def test_a_pipeline_trains_exactly_like_the_unwrapped_model(
     assert saved.keys() == weights.keys()
     assert [name for name in weights if not torch.equal(saved[name], weights[name])] == []
     for rank, (own,) in enumerate(printed):
-        layers = "model.layers.0, model.layers.1" if stages == 1 else f"model.layers.{rank}"
-        assert f"rank {rank}: {layers}\n" in own
+        assert f"rank {rank}: model.layers.{rank}\n" in own
         assert rank == 0 or own.count("\n") == 1
     before, after = (float(number) for number in re.findall(r"held-out loss after step \d: ([0-9.]+)", printed[0][0]))
     assert after < before == pytest.approx(5.55, abs=0.1)
@@ -131,32 +129,33 @@ def _held_out_loss(model: LlamaForCausalLM) -> float:
     return loss
 
 
-@pytest.mark.parametrize("flags", [[], ["--zero1"], ["--shard"]])
 def test_replicas_train_like_one_process(
-    tmp_path: Path, flags: list[str], unwrapped: tuple[list[float], dict[str, torch.Tensor]]
+    tmp_path: Path, unwrapped: tuple[list[float], dict[str, torch.Tensor]]
 ) -> None:
+    jobs = {flag: _tiny(tmp_path / flag, "--pipeline-parallel-size", "1", flag) for flag in ("--zero1", "--shard")}
+    run_ranks(2, _train, *jobs.values())
+    _check(tmp_path, [*jobs], unwrapped)
+
+
+def _check(folder: Path, runs: list[str], unwrapped: tuple[list[float], dict[str, torch.Tensor]]) -> None:
     losses, weights = unwrapped
-    run_ranks(2, _train, _tiny(tmp_path / "run", "--pipeline-parallel-size", "1", *flags))
-    assert _losses(tmp_path / "run") == pytest.approx(losses, rel=1e-5)
-    torch.testing.assert_close(_saved(tmp_path / "run"), weights, rtol=1e-4, atol=1e-5)
+    for name in runs:
+        assert _losses(folder / name) == pytest.approx(losses, rel=1e-5), name
+        torch.testing.assert_close(_saved(folder / name), weights, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("flags", [pytest.param([], marks=pytest.mark.sweep), ["--sequence-parallel"]])
 def test_tensor_parallel_ranks_train_like_one_process(
-    tmp_path: Path, flags: list[str], unwrapped: tuple[list[float], dict[str, torch.Tensor]]
+    tmp_path: Path, unwrapped: tuple[list[float], dict[str, torch.Tensor]]
 ) -> None:
-    losses, weights = unwrapped
-    run_ranks(4, _train, _tiny(tmp_path / "run", "--tensor-parallel-size", "2", *flags))
-    assert _losses(tmp_path / "run") == pytest.approx(losses, rel=1e-5)
-    torch.testing.assert_close(_saved(tmp_path / "run"), weights, rtol=1e-4, atol=1e-5)
+    run_ranks(4, _train, _tiny(tmp_path / "run", "--tensor-parallel-size", "2", "--sequence-parallel"))
+    _check(tmp_path, ["run"], unwrapped)
 
 
-def test_each_schedule_has_the_losses_of_the_default_one(tmp_path: Path) -> None:
+def test_another_schedule_has_the_losses_of_the_default_one(tmp_path: Path) -> None:
     trace = tmp_path / "trace.json"
     jobs: dict[str, list[str]] = {
         "default": [],
         "interleaved": ["--virtual-pipeline-size", "2", "--trace", str(trace)],
-        "zero-bubble": ["--schedule", "zb-v"],
     }
     arguments = [[*files_of(tmp_path / name, num_hidden_layers=4), *flags] for name, flags in jobs.items()]
     printed = run_ranks(2, _train, *arguments)
@@ -185,7 +184,7 @@ def test_a_killed_job_resumes_exactly_and_refuses_other_flags(tmp_path: Path) ->
     assert sorted(each.name for each in (folder / "checkpoints").glob("step_*")) == ["step_2", "step_4", "step_6"]
 
 
-@pytest.mark.parametrize(("count", "held_out"), [(2, {2}), (19, {19}), (20, {20}), (39, {20}), (41, {20, 40})])
+@pytest.mark.parametrize(("count", "held_out"), [(2, {2}), (41, {20, 40})])
 def test_whole_files_are_held_out(tmp_path: Path, count: int, held_out: set[int]) -> None:
     from train import read_texts
 

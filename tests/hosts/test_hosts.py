@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.hosts.trained_program import losses_of_one_process
-from tests.support.hosts import ADDRESSES, Host, agent, hosts_on_one_machine, reason_against
+from tests.support.hosts import Host, agent, hosts_on_one_machine, reason_against
 
 TESTS = Path(__file__).parents[1]
 START_SECONDS = 200.0
@@ -18,10 +18,10 @@ BOUND_SECONDS = 20.0
 
 
 @pytest.fixture
-def hosts(request: pytest.FixtureRequest) -> Iterator[list[Host]]:
+def hosts() -> Iterator[list[Host]]:
     if reason := reason_against():
         pytest.skip(f"no network namespaces here: {reason}")
-    with hosts_on_one_machine(getattr(request, "param", 2)) as made:
+    with hosts_on_one_machine(2) as made:
         yield made
 
 
@@ -71,15 +71,13 @@ def test_losses_are_those_of_one_process_also_over_a_slow_link(hosts: list[Host]
 def test_both_hosts_restart_after_a_fault_on_one(hosts: list[Host], tmp_path: Path) -> None:
     noted = tmp_path / "noted"
     noted.mkdir()
-    program = ["ranks/restarted_program.py", str(noted), "SIGKILL", "exception"]
+    program = ["ranks/restarted_program.py", str(noted), "SIGKILL"]
     output = _Agents(hosts, 1, tmp_path, program, ["--max-restarts", "3"]).end_well()
-    assert re.findall(r"start (\d): rank (\d) has (\w+)", output) == [("0", "0", "SIGKILL"), ("1", "1", "exception")]
-    assert sorted(re.findall(r"start (\d): rank (\d) ends well", output)) == [("2", "0"), ("2", "1")]
+    assert re.findall(r"start (\d): rank (\d) has (\w+)", output) == [("0", "0", "SIGKILL")]
+    assert sorted(re.findall(r"start (\d): rank (\d) ends well", output)) == [("1", "0"), ("1", "1")]
 
 
-@pytest.mark.parametrize(
-    ("host", "with_ranks"), [(0, True), (1, False), pytest.param(1, True, marks=pytest.mark.sweep)]
-)
+@pytest.mark.parametrize(("host", "with_ranks"), [(0, True), (1, False)])
 def test_an_agent_that_is_killed_ends_the_ranks_of_both_hosts(
     hosts: list[Host], tmp_path: Path, host: int, with_ranks: bool
 ) -> None:
@@ -124,30 +122,6 @@ def test_a_lost_host_is_named_by_all_ranks_of_the_other(hosts: list[Host], tmp_p
     lost = f"ranks 2 and 3 on host {hosts[1].name} are gone: they do not answer"
     assert sorted(reasons) == [("0", lost), ("1", lost)], output
     assert lost in output.partition("Root Cause")[2], output
-
-
-@pytest.mark.parametrize("hosts", [3], indirect=True)
-@pytest.mark.parametrize("lost", [2, 0])
-def test_a_lost_host_of_three_is_named(hosts: list[Host], tmp_path: Path, lost: int) -> None:
-    """Host 0 has the store. Without it the agents of the others end their ranks, at times before they print."""
-    agents = _Agents(hosts, 2, tmp_path, ["hosts/looping_program.py", "2"])
-    ranks = agents.processes_of_ranks(6)
-    hosts[lost].lose()
-    others = [number for number in range(3) if number != lost]
-    for number in others:
-        agents.processes[number].join(BOUND_SECONDS)
-        assert agents.processes[number].exitcode not in (None, 0), agents.outputs
-    assert not any(map(_runs, ranks.values()))
-    output = "".join(agents.outputs[number] for number in others)
-    reasons = {int(rank): reason for rank, reason in re.findall(r"^rank (\d) stops because (.*)", output, re.M)}
-    survivors = {rank for number in others for rank in (2 * number, 2 * number + 1)}
-    gone = f"ranks {2 * lost} and {2 * lost + 1} on host {hosts[lost].name} are gone: they do not answer"
-    if lost:
-        assert reasons == dict.fromkeys(survivors, gone), output
-    store = f"the launcher's store, on {ADDRESSES[0]}, is gone: this host, or torchrun on it, has ended"
-    assert set(reasons.values()) <= {gone, store}, output
-    closed = re.findall(r"Closing process \d+ via signal", output)
-    assert len(survivors - set(reasons)) <= len(closed), output
 
 
 def _runs(process: int) -> bool:

@@ -1,6 +1,5 @@
 """A short draw of training scripts, and what the search says about trainings that differ."""
 
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +10,13 @@ from tests.support.run_ranks import run_ranks
 from tools.loops import actions
 from tools.loops.compare import TOLERANCE, Event, difference
 from tools.loops.draw import LAYOUTS, Action, Script, draw
-from tools.loops.models import DRAWS, make
+from tools.loops.models import make
 from tools.loops.ranks import RankTraining
 from tools.loops.run import act, run_scripts, written
 from tools.loops.training import Training, WholeTraining
 
-SEEDS = (4, 18, 19, 45, 53, 199, 241, 579, 766, 972)
-MORE = (5, 13, 16, 21, 24, 26, 28, 37, 47, 49, 51, 59, 60, 67, 69, 73, 79, 166, 382, 433)
+SEEDS = (18, 45, 53, 241, 579, 972)
+MORE = (4, 5, 13, 16, 19, 21, 24, 26, 28, 37, 47, 49, 51, 59, 60, 67, 69, 73, 79, 166, 199, 382, 433, 766)
 """Of two ranks. Seed 53 is refused, on both ranks before anything is sent, and the start continues.
 
 Seeds 166, 382, 433 and 766 have a tied weight, and 199 ties one. Seed 579 recomputes layers that change buffers. Layers
@@ -25,8 +24,7 @@ draw numbers in 45 and 73, and in 19, whose one stage has the numbers of one pro
 18. 241 has ZeRO-1 by parts of the model, and 972 shards, ``no_sync`` and rows that differ.
 """
 
-FOUR = (299, 507, 1423)
-MORE_FOUR = (299, 278, 1209)
+FOUR = (299, 278, 507, 1209, 1423)
 """Of four ranks: ZeRO-1 with other numbers of microbatches, optimizers by part, rows that differ, shards."""
 
 
@@ -46,8 +44,8 @@ def run_with_other(rank: int, seeds: tuple[int, ...], folder: Path) -> None:
 
 @pytest.mark.parametrize(
     ("ranks", "seeds"),
-    [(2, SEEDS), (4, FOUR), *(pytest.param(*more, marks=pytest.mark.sweep) for more in ((2, MORE), (4, MORE_FOUR)))],
-    ids=["two ranks", "four ranks", "more of two", "more of four"],
+    [(2, SEEDS), *(pytest.param(*more, marks=pytest.mark.sweep) for more in ((2, MORE), (4, FOUR)))],
+    ids=["two ranks", "more of two", "four ranks"],
 )
 def test_a_short_draw_has_no_silent_difference(ranks: int, seeds: tuple[int, ...], tmp_path: Path) -> None:
     run_ranks(ranks, run_with_other, (seeds[0], *seeds), tmp_path)
@@ -68,16 +66,6 @@ def test_a_seed_is_a_script() -> None:
     assert str(scripts[3].without({0})).count("\n") == str(scripts[3]).count("\n") - 1
 
 
-def test_each_of_the_later_draws_is_in_many_scripts() -> None:
-    scripts = [draw(seed) for seed in range(2000)]
-    having = Counter(subject for script in scripts for subject in script.subjects)
-    later = ["microbatches", "mix_rows", "optimizers_by_part", "evaluate_rows", "lengths that differ", "floats"]
-    later += [f"draws: {whose}" for whose in DRAWS[1:]] + ["shards", "shards and no_sync"]
-    rare = {subject: having[subject] for subject in later if having[subject] < 0.05 * len(scripts)}
-    assert not rare
-    assert having["compared without microbatches"] > 0.5 * len(scripts)
-
-
 def one_process(script: Script) -> dict[type[Training], list[Event]]:
     """The events of ``script`` with microbatches and without."""
     found = {}
@@ -88,10 +76,9 @@ def one_process(script: Script) -> dict[type[Training], list[Event]]:
     return found
 
 
-@pytest.mark.parametrize("seed", [0, 23, 24, 49, 90])
-def test_the_whole_batch_has_the_numbers_of_its_microbatches(seed: int) -> None:
+def test_the_whole_batch_has_the_numbers_of_its_microbatches() -> None:
     """Both oracles agree where the loss is a mean over equal rows: no rule of microbatches is in their numbers."""
-    of_both = one_process(draw(seed))
+    of_both = one_process(draw(23))
     for one, other in zip(*of_both.values(), strict=True):
         assert not difference(one, other.numbers, {}, TOLERANCE)
 

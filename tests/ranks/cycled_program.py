@@ -1,7 +1,7 @@
 """Program that initialises and destroys model parallelism ``CYCLES`` times, with a training step in each cycle.
 
 Run as ``cycled_program.py CYCLES FOLDER`` on two ranks, with an empty folder for temporary files. Each rank
-prints what the cycles after the fifth have left behind.
+prints what the cycles after the third have left behind.
 """
 
 import gc
@@ -16,7 +16,7 @@ from torch import nn
 
 from nxdpp import NxDPPModel, parallel_state
 
-_WARM_CYCLES = 5
+_WARM_CYCLES = 3
 
 
 class Model(nn.Module):

@@ -1,11 +1,9 @@
 """Device and backend follow the local rank and the visible devices; unusable CUDA is an error with a remedy."""
 
-import logging
 import re
 import threading
 from datetime import timedelta
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,11 +11,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed import HashStore, distributed_c10d  # type: ignore[attr-defined]
 
-from nxdpp.devices import accelerator, cuda
-from nxdpp.ranks import current_state, launch, parallel_state
-from nxdpp.ranks.device_choice import choose, device_of_world, start_device, verify_own_devices, wanted_device
+from nxdpp.devices import cuda
+from nxdpp.ranks import current_state, parallel_state
+from nxdpp.ranks.device_choice import choose, verify_own_devices
 from nxdpp.ranks.launcher import Launcher
-from nxdpp.ranks.transfer_groups import unbound
 from tests.support.fake_cuda import FakeCuda
 from tests.support.fake_xla import FakeXla
 from tests.support.run_ranks import run_ranks
@@ -29,75 +26,35 @@ def _ranks(name: str, ranks: int, local_size: int | None = None) -> list[Launche
     return [Launcher(name, rank, ranks, rank, local_size) for rank in range(ranks)]
 
 
-@pytest.mark.parametrize("launcher", _ranks("torchrun", 8, 8) + _ranks("srun", 8, 8) + _ranks("mpirun", 8))
-def test_each_local_rank_has_its_device(monkeypatch: pytest.MonkeyPatch, launcher: Launcher) -> None:
+def test_each_local_rank_has_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
     FakeCuda(visible=8).install(monkeypatch)
-    assert choose(launcher, None) == choose(launcher, "nccl") == torch.device("cuda", launcher.rank)
-    assert choose(launcher, "gloo") == CPU
+    for launcher in _ranks("torchrun", 8, 8) + _ranks("srun", 8, 8) + _ranks("mpirun", 8):
+        assert choose(launcher, None) == choose(launcher, "nccl") == torch.device("cuda", launcher.rank)
+        assert choose(launcher, "gloo") == CPU
 
 
-@pytest.mark.parametrize("launcher", [*_ranks("srun", 4, 4), *_ranks("mpirun", 4), Launcher("torchrun", 5, 8)])
-def test_one_visible_device_a_task(monkeypatch: pytest.MonkeyPatch, launcher: Launcher) -> None:
+def test_one_visible_device_a_task(monkeypatch: pytest.MonkeyPatch) -> None:
     FakeCuda(visible=1).install(monkeypatch)
-    assert choose(launcher, None) == torch.device("cuda", 0)
+    for launcher in (Launcher("srun", 3, 4, 3, 4), Launcher("mpirun", 3, 4, 3), Launcher("torchrun", 5, 8)):
+        assert choose(launcher, None) == torch.device("cuda", 0)
 
 
-def test_a_process_alone_has_the_first_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    FakeCuda(visible=2).install(monkeypatch)
-    assert choose(Launcher("python", 0, 1, 0, 1), None) == torch.device("cuda", 0)
-
-
-@pytest.mark.parametrize("hidden", ["", "-1"])
-def test_hidden_devices_leave_the_cpu(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, hidden: str
-) -> None:
+def test_hidden_devices_leave_the_cpu(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     FakeCuda(visible=0).install(monkeypatch)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")
     assert choose(Launcher("torchrun", 0, 2, 0, 2), None) == CPU
     assert not caplog.messages
     with pytest.raises(ValueError, match=r"CUDA_VISIBLE_DEVICES hides all devices\. Use backend='gloo'"):
         choose(Launcher("torchrun", 0, 2, 0, 2), "nccl")
 
 
-def test_nccl_without_cuda_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    FakeCuda(built=False).install(monkeypatch)
-    launcher = Launcher("torchrun", 0, 2, 0, 2)
-    with pytest.raises(ValueError, match=r"needs a CUDA device, and torch is built without CUDA\. Use backend='gloo'"):
-        choose(launcher, "nccl")
-    assert choose(launcher, "gloo") == choose(launcher, None) == CPU
-
-
-def test_a_machine_without_a_gpu_is_told_of_once_a_host(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_cuda_without_a_driver_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     FakeCuda(visible=0).install(monkeypatch)
-    with caplog.at_level(logging.WARNING):
-        assert [choose(launcher, None) for launcher in _ranks("torchrun", 2, 2)] == [CPU, CPU]
-    assert caplog.messages == [
-        "torch is built for CUDA 13.0, and this machine shows no GPU: the ranks train on the CPU, over gloo"
-    ]
-
-
-@pytest.mark.parametrize("sign", ["variable", "file", "pci"])
-def test_cuda_without_a_driver_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, sign: str) -> None:
-    FakeCuda(visible=0).install(monkeypatch)
-    if sign == "variable":
-        monkeypatch.setenv("SLURM_GPUS_ON_NODE", "4")
-        shown = "SLURM_GPUS_ON_NODE is '4'"
-    elif sign == "file":
-        monkeypatch.setattr(cuda, "_DRIVER_FILES", (str(tmp_path),))
-        shown = f"{tmp_path} exists"
-    else:
-        for name, vendor, kind in (("0000:00:02.0", "0x8086", "0x030000"), ("0000:41:00.0", "0x10de", "0x030200")):
-            (tmp_path / name).mkdir()
-            (tmp_path / name / "vendor").write_text(f"{vendor}\n")
-            (tmp_path / name / "class").write_text(f"{kind}\n")
-        monkeypatch.setattr(cuda, "_PCI_DEVICES", str(tmp_path))
-        shown = "PCI device 0000:41:00.0 is a GPU"
+    monkeypatch.setattr(cuda, "_DRIVER_FILES", (str(tmp_path),))
     launcher = Launcher("torchrun", 0, 2, 0, 2)
     expected = (
-        f"torch is built for CUDA 13.0, {shown}, and no device can be used: Found no NVIDIA driver on your system. "
-        f"Please check that you have one. Repair that"
+        f"torch is built for CUDA 13.0, {tmp_path} exists, and no device can be used: Found no NVIDIA driver on your "
+        "system. Please check that you have one. Repair that"
     )
     for backend in (None, "nccl"):
         with pytest.raises(RuntimeError, match=re.escape(expected)):
@@ -108,14 +65,13 @@ def test_cuda_without_a_driver_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_
     assert choose(launcher, None) == torch.device("cuda", 0)
 
 
-@pytest.mark.parametrize(
-    ("launcher", "ranks"),
-    [(Launcher("torchrun", 0, 8, 0, 8), "8 local ranks"), (Launcher("mpirun", 3, 8, 3), "local rank 3")],
-)
-def test_fewer_devices_than_local_ranks(monkeypatch: pytest.MonkeyPatch, launcher: Launcher, ranks: str) -> None:
+def test_fewer_devices_than_local_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    launcher = Launcher("torchrun", 0, 8, 0, 8)
     FakeCuda(visible=2).install(monkeypatch)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
-    with pytest.raises(RuntimeError, match=f"2 CUDA devices are visible .*='4,5'.* for {ranks}, started by") as raised:
+    with pytest.raises(
+        RuntimeError, match=r"2 CUDA devices are visible .*='4,5'.* for 8 local ranks, started"
+    ) as raised:
         choose(launcher, None)
     assert "--nproc-per-node 2" in str(raised.value)
     # The remedies: fewer processes, one device a task, gloo.
@@ -123,33 +79,6 @@ def test_fewer_devices_than_local_ranks(monkeypatch: pytest.MonkeyPatch, launche
     assert choose(launcher, "gloo") == CPU
     FakeCuda(visible=1).install(monkeypatch)
     assert choose(launcher, None) == torch.device("cuda", 0)
-
-
-def test_an_unknown_local_rank_among_several_devices(monkeypatch: pytest.MonkeyPatch) -> None:
-    FakeCuda(visible=4).install(monkeypatch)
-    monkeypatch.setenv("RANK", "1")
-    monkeypatch.setenv("WORLD_SIZE", "4")
-    monkeypatch.setenv("MASTER_ADDR", "node1")
-    monkeypatch.setenv("MASTER_PORT", "29500")
-    with pytest.raises(RuntimeError, match="which of them is that of rank 1: export LOCAL_RANK"):
-        launch.choose_device(None)
-    monkeypatch.setenv("LOCAL_RANK", "1")
-    assert launch.choose_device(None) == torch.device("cuda", 1)
-
-
-def test_devices_without_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
-    FakeCuda(visible=2, nccl=False).install(monkeypatch)
-    launcher = Launcher("torchrun", 0, 2, 0, 2)
-    with pytest.raises(RuntimeError, match="2 CUDA devices are visible, and this torch is built without NCCL"):
-        choose(launcher, None)
-    assert choose(launcher, "gloo") == CPU
-
-
-def test_a_device_that_cannot_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    FakeCuda(visible=2, broken=[0]).install(monkeypatch)
-    with pytest.raises(RuntimeError, match=r"cuda:0 of host .* is visible and cannot be used: CUDA error: all CUDA-"):
-        start_device(torch.device("cuda", 0))
-    assert start_device(torch.device("cuda", 1)) == "H200 uuid-1"
 
 
 def test_the_backend_is_checked_before_the_start() -> None:
@@ -168,30 +97,6 @@ def test_the_backend_is_checked_before_the_start() -> None:
             parallel_state.initialize_model_parallel(backend="nccl")
     finally:
         parallel_state.destroy_model_parallel()
-
-
-def test_a_running_world_has_its_own_backend(monkeypatch: pytest.MonkeyPatch) -> None:
-    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
-    try:
-        with pytest.raises(ValueError, match=r"torch\.distributed already runs on cpu:gloo"):
-            parallel_state.initialize_model_parallel(backend="nccl")
-        FakeCuda(visible=2).install(monkeypatch)
-        assert device_of_world(Launcher("python", 0, 1, 0, 1), None) == CPU
-        assert device_of_world(Launcher("python", 0, 1, 0, 1), "gloo") == CPU
-    finally:
-        dist.destroy_process_group()
-
-
-@pytest.mark.parametrize(("current", "local_rank", "index"), [(0, 1, 1), (3, 1, 3)])
-def test_a_running_world_on_nccl(monkeypatch: pytest.MonkeyPatch, current: int, local_rank: int, index: int) -> None:
-    fake = FakeCuda(visible=4, current=current).install(monkeypatch)
-    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
-    try:
-        monkeypatch.setattr(dist, "get_backend_config", lambda: "cuda:nccl")
-        assert device_of_world(Launcher("torchrun", 0, 1, local_rank, 4), None) == torch.device("cuda", index)
-        assert fake.current == index
-    finally:
-        dist.destroy_process_group()
 
 
 def _verified(identities: list[str]) -> list[str]:
@@ -235,79 +140,6 @@ def test_a_named_device(monkeypatch: pytest.MonkeyPatch) -> None:
         choose(launcher, None, "cuda")
 
 
-def test_a_device_in_a_world_of_the_caller(monkeypatch: pytest.MonkeyPatch) -> None:
-    launcher = Launcher("python", 0, 1, 0, 1)
-    FakeXla().install(monkeypatch, "CPU")
-    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
-    try:
-        assert device_of_world(launcher, None, "xla") == torch.device("xla", 0)
-        assert device_of_world(launcher, None, "cpu") == device_of_world(launcher, None) == CPU
-        with pytest.raises(
-            ValueError, match=r"device='cuda', but torch\.distributed already .*: leave device out, or st"
-        ):
-            parallel_state.initialize_model_parallel(device="cuda")
-        monkeypatch.setattr(dist, "get_backend_config", lambda: "cuda:nccl")
-        for device in ("cpu", "xla"):
-            with pytest.raises(ValueError, match=f"device='{device}', but .* runs on cuda:nccl: leave device out, or"):
-                parallel_state.initialize_model_parallel(device=device)
-        assert not parallel_state.model_parallel_is_initialized()
-    finally:
-        dist.destroy_process_group()
-
-
-def test_a_world_of_two_backends_has_the_named_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    launcher = Launcher("torchrun", 1, 2, 1, 2)
-    FakeCuda(visible=2).install(monkeypatch)
-    dist.init_process_group(store=HashStore(), rank=0, world_size=1)
-    try:
-        monkeypatch.setattr(dist, "get_backend_config", lambda: "cpu:gloo,cuda:nccl")
-        assert device_of_world(launcher, None, "cpu") == CPU
-        assert device_of_world(launcher, None, "cuda") == torch.device("cuda", 1)
-        with pytest.raises(
-            ValueError, match=r"needs a world of gloo alone, .* start it with init_process_group\('gloo'"
-        ):
-            device_of_world(launcher, None, "xla")
-        # CUDA that was asked for is not replaced by the CPU.
-        FakeCuda(visible=0).install(monkeypatch)
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-        assert device_of_world(launcher, None) == CPU
-        with pytest.raises(ValueError, match="device='cuda' needs a CUDA device"):
-            device_of_world(launcher, None, "cuda")
-        with pytest.raises(ValueError, match="backend='nccl' needs a CUDA device"):
-            device_of_world(launcher, "nccl")
-    finally:
-        dist.destroy_process_group()
-
-
-@pytest.mark.parametrize("device", [None, "cpu", "xla"])
-def test_a_world_of_xlas_own_collectives_is_refused(monkeypatch: pytest.MonkeyPatch, device: str | None) -> None:
-    """It comes before the sizes: that world has another size than the launcher's."""
-    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
-    try:
-        monkeypatch.setattr(dist, "get_backend_config", lambda: "xla:xla")
-        expected = "already runs on xla:xla, whose collectives are not those of nxdpp: leave init_process_group('xla')"
-        with pytest.raises(ValueError, match=re.escape(expected)):
-            parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2, device=device)
-    finally:
-        dist.destroy_process_group()
-
-
-def test_a_second_call_has_the_same_device() -> None:
-    parallel_state.initialize_model_parallel(device="cpu")
-    try:
-        parallel_state.initialize_model_parallel(device="cpu", backend="gloo")
-        parallel_state.initialize_model_parallel()
-        for device in ("xla", "cuda"):
-            with pytest.raises(
-                RuntimeError, match=f"on device='cpu', which differs from device='{device}': call destr"
-            ):
-                parallel_state.initialize_model_parallel(device=device)
-        with pytest.raises(ValueError, match="device='tpu' must be"):
-            parallel_state.initialize_model_parallel(device="tpu")
-    finally:
-        parallel_state.destroy_model_parallel()
-
-
 def _other_device_on_rank_1(rank: int) -> str:
     FakeXla().install(pytest.MonkeyPatch(), "NEURON")
     try:
@@ -325,116 +157,9 @@ def test_ranks_with_different_devices_are_refused_on_all_ranks() -> None:
     assert errors[0].startswith(expected)
 
 
-def test_each_pair_that_fits() -> None:
-    pairs = {
-        (None, None): None,
-        ("gloo", None): "cpu",
-        ("nccl", None): "cuda",
-        (None, "cpu"): "cpu",
-        ("gloo", "cpu"): "cpu",
-        (None, "cuda"): "cuda",
-        ("nccl", "cuda"): "cuda",
-        (None, "xla"): "xla",
-        ("gloo", "xla"): "xla",
-    }
-    assert {pair: wanted_device(*pair) for pair in pairs} == pairs
-
-
-@pytest.mark.parametrize(
-    ("backend", "device", "needed"), [("nccl", "xla", "gloo"), ("nccl", "cpu", "gloo"), ("gloo", "cuda", "nccl")]
-)
-def test_a_backend_that_does_not_serve_the_device(backend: str, device: str, needed: str) -> None:
-    expected = (
-        f"backend='{backend}' does not serve device='{device}', which communicates over {needed}: leave backend out, "
-        f"or give backend='{needed}'"
-    )
-    with pytest.raises(ValueError, match=re.escape(expected)):
-        wanted_device(backend, device)
-    assert wanted_device(None, device) == wanted_device(needed, device) == device
-
-
-@pytest.mark.parametrize("device", ["tpu", "cuda:0", "", "XLA", 0, ["xla"]])
-def test_an_unknown_device(device: str) -> None:
-    with pytest.raises(ValueError, match=r"^device=.* must be 'cpu', 'cuda', .* or 'xla', for torch_xla's device"):
-        wanted_device(None, device)
-
-
-def test_an_unknown_backend() -> None:
-    with pytest.raises(ValueError, match=r"^backend='xla' must be 'gloo', for the CPU, or 'nccl'"):
-        wanted_device("xla", "xla")
-
-
-@pytest.fixture
-def xpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine with four devices of the type xpu, and without CUDA."""
-    FakeCuda(built=False).install(monkeypatch)
-    monkeypatch.setattr(accelerator, "present", lambda: "xpu")
-    monkeypatch.setattr(accelerator, "count", lambda kind: 4 if kind == "xpu" else 0)
-
-
-@pytest.mark.usefixtures("xpus")
-def test_an_accelerator_of_another_type() -> None:
-    for launcher in _ranks("torchrun", 4, 4):
-        own = torch.device("xpu", launcher.rank)
-        assert choose(launcher, None) == choose(launcher, "xccl") == choose(launcher, None, "xpu") == own
-        assert choose(launcher, "gloo") == choose(launcher, None, "cpu") == CPU
-    with pytest.raises(
-        RuntimeError, match="4 xpu devices are visible for 8 local ranks, started by torchrun: start at"
-    ):
-        choose(Launcher("torchrun", 4, 8, 4, 8), None)
-    with pytest.raises(ValueError, match=r"device=.cuda. needs a CUDA device, and torch is built without CUDA\. Use"):
-        choose(Launcher("torchrun", 0, 1, 0, 1), None, "cuda")
-
-
-@pytest.mark.usefixtures("xpus")
-def test_an_absent_type_names_the_remedies() -> None:
-    launcher = Launcher("torchrun", 0, 2, 0, 2)
-    with pytest.raises(ValueError, match=r"^device='hpu' needs a device of the type 'hpu', and torch finds none"):
-        choose(launcher, None, "hpu")
-    with pytest.raises(ValueError, match=r"^device='meta' must be 'cpu', 'cuda', 'xpu' or another type"):
-        choose(launcher, None, "meta")
-
-
-def test_a_type_without_a_backend_is_taken_by_name_and_told_of(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    FakeCuda(built=False).install(monkeypatch)
-    monkeypatch.setattr(accelerator, "present", lambda: "mps")
-    monkeypatch.setattr(accelerator, "count", lambda kind: 1 if kind == "mps" else 0)
-    with caplog.at_level(logging.WARNING):
-        assert [choose(launcher, None) for launcher in _ranks("torchrun", 2, 2)] == [CPU, CPU]
-        assert not caplog.messages
-        found = [choose(launcher, None, "mps") for launcher in _ranks("torchrun", 2, 2)]
-    assert found == [torch.device("mps", 0)] * 2
-    (message,) = caplog.messages
-    assert message.startswith("device='mps': torch.distributed has no backend for this type: its tensors go over gloo")
-
-
-def test_parts_of_one_gpu_are_one_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    FakeCuda(visible=1).install(monkeypatch)
-    shared = {"name": "H200 MIG 3g.71gb", "pci_domain_id": 0, "pci_bus_id": 0x41, "pci_device_id": 0}
-    identities = []
-    for part in range(2):
-        properties = SimpleNamespace(uuid=f"part {part}", **shared)
-        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device, found=properties: found)
-        identities.append(start_device(torch.device("cuda", 0)))
-    assert identities == ["H200 MIG 3g.71gb 00:41:00"] * 2
-
-
-@pytest.mark.parametrize("name", ["HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"])
-def test_hidden_devices_of_rocm(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    FakeCuda(visible=0).install(monkeypatch)
-    monkeypatch.setattr(torch.version, "hip", "7.1")
-    monkeypatch.setenv(name, "")
-    assert cuda.find().absent == f"{name} hides all devices"
-    # CUDA does not read it.
-    monkeypatch.setattr(torch.version, "hip", None)
-    assert cuda.find().absent != f"{name} hides all devices"
-
-
 @pytest.mark.parametrize(
     ("hang", "compiling", "limit"),
-    [(300, 3600, timedelta(minutes=65)), (7200, 3600, timedelta(minutes=125)), (0, 3600, None), (300, 0, None)],
+    [(300, 3600, timedelta(minutes=65)), (0, 3600, None)],
 )
 def test_an_operation_may_take_longer_than_our_own_limits(
     monkeypatch: pytest.MonkeyPatch, hang: float, compiling: float, limit: timedelta | None
@@ -477,17 +202,3 @@ def test_all_groups_have_the_limit() -> None:
     for found in run_ranks(4, _limits):
         assert found
         assert set(found) == {timedelta(seconds=500)}
-
-
-def test_no_group_splits_the_communicator_of_a_bound_world() -> None:
-    """A split is collective over the world, and groups of some ranks are made by those alone."""
-    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
-    try:
-        world = dist.group.WORLD
-        assert world is not None
-        world.bound_device_id = torch.device("cuda", 0)
-        with unbound():
-            assert world.bound_device_id is None
-        assert world.bound_device_id == torch.device("cuda", 0)
-    finally:
-        dist.destroy_process_group()

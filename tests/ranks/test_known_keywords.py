@@ -1,12 +1,10 @@
 """Unknown keywords are refused with the name that was meant."""
 
-import inspect
 from typing import Any
 
 import pytest
 
 from nxdpp import NxDPPModel, parallel_state
-from nxdpp.ranks.known_keywords import knows_its_keywords
 from tests.support.traced_models import PlainModel
 
 
@@ -14,8 +12,6 @@ from tests.support.traced_models import PlainModel
     ("name", "meant"),
     [
         ("num_micro_batches", " (did you mean 'num_microbatches'?)"),
-        ("Transformer_Layer_Class", " (did you mean 'transformer_layer_cls'?)"),
-        ("loss_function", " (did you mean 'loss_fn'?)"),
         ("zzz", ""),
     ],
 )
@@ -38,17 +34,3 @@ def test_two_at_once_and_functions() -> None:
         ):
             start(**other)
     assert not parallel_state.model_parallel_is_initialized()
-
-
-def test_signatures_stay() -> None:
-    assert {"module", "num_microbatches", "loss_fn"} <= set(inspect.signature(NxDPPModel).parameters)
-
-    @knows_its_keywords
-    def taken(first: int, /, second: int = 2, *others: int, third: int = 3) -> list[int]:
-        """Return the arguments."""
-        return [first, second, *others, third]
-
-    assert taken(1, 5, 6, third=7) == [1, 5, 6, 7]
-    assert taken.__doc__ == "Return the arguments."
-    with pytest.raises(TypeError, match="taken takes no fist"):
-        taken(1, fist=2)  # type: ignore[call-arg]  # the mistake

@@ -96,23 +96,3 @@ def train_save_and_load(rank: int, folder: Path, expected: dict[str, torch.Tenso
 
 def test_steps_saves_and_loads_follow_the_order(tmp_path: Path) -> None:
     run_ranks(4, train_save_and_load, tmp_path, expected_gradients())
-
-
-class _Layer(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(2, 2)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.tanh(self.linear(x))
-
-
-def test_the_debug_mode_shows_a_rank_of_an_order() -> None:
-    parallel_state.initialize_debug(
-        pipeline_model_parallel_rank=1, pipeline_model_parallel_size=2, data_parallel_size=2, order=ORDERS[0]
-    )
-    try:
-        model = NxDPPModel(nn.Sequential(_Layer(), _Layer()), transformer_layer_cls=_Layer)
-        assert model.stage_layers == ["1"]
-    finally:
-        parallel_state.destroy_model_parallel()

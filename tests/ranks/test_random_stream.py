@@ -11,8 +11,6 @@ from nxdpp.devices import kinds
 from nxdpp.devices.device import Device
 from tests.support.run_ranks import run_ranks
 
-LAYOUTS = [(2, 2), (4, 4), (4, 2)]
-"""Numbers of ranks and of stages."""
 OF_DEVICE = torch.Generator()
 
 
@@ -68,8 +66,7 @@ def drawn(rank: int, stages: int, draws: bool) -> tuple[list[float], list[float]
 
 
 @pytest.mark.cpu_only("it gives the CPU a second generator")
-@pytest.mark.parametrize("draws", [True, False])
-@pytest.mark.parametrize(("ranks", "stages"), LAYOUTS)
+@pytest.mark.parametrize(("ranks", "stages", "draws"), [(4, 2, True), (2, 2, False)])
 def test_generators_of_the_device_are_where_the_program_left_them(ranks: int, stages: int, draws: bool) -> None:
     seeded, of_device = torch.Generator().manual_seed(1), torch.Generator().manual_seed(0)
     numbers = [float(torch.rand((), generator=of_device)) for _ in range(4)]

@@ -18,17 +18,9 @@ def test_by_default_tensor_is_innermost_then_data_then_pipeline() -> None:
     assert mesh.groups("pipeline") == [[0, 4], [1, 5], [2, 6], [3, 7]]
 
 
-def test_nnscaler_has_consecutive_ranks_in_a_pipeline() -> None:
-    mesh = RankMesh(2, 2, 2, ("data", "pipeline", "tensor"))
-    assert mesh.ranks.tolist() == [[[0, 1], [4, 5]], [[2, 3], [6, 7]]]
-    assert mesh.groups("tensor") == [[0, 1], [2, 3], [4, 5], [6, 7]]
-    assert mesh.groups("pipeline") == [[0, 2], [1, 3], [4, 6], [5, 7]]
-    assert mesh.groups("data") == [[0, 4], [1, 5], [2, 6], [3, 7]]
-
-
 @pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("sizes", [(2, 3, 4), (4, 1, 2), (1, 5, 1)])
-def test_ranks_are_row_major_in_the_order(order: tuple[str, ...], sizes: tuple[int, int, int]) -> None:
+def test_ranks_are_row_major_in_the_order(order: tuple[str, ...]) -> None:
+    sizes = 2, 3, 4
     mesh = RankMesh(*sizes, order)
     by_name = dict(zip(DIMENSIONS, sizes, strict=True))
     places = product(*(range(by_name[dimension]) for dimension in order))
@@ -45,13 +37,7 @@ def test_ranks_are_row_major_in_the_order(order: tuple[str, ...], sizes: tuple[i
                 assert (mesh.ranks == rank).nonzero()[0, DIMENSIONS.index(dimension)] == index
 
 
-@pytest.mark.parametrize(
-    "order", ["pipeline", ("pipeline", "data"), ("pipeline", "data", "data"), ("pp", "dp", "tp"), (1, 2, 3)]
-)
+@pytest.mark.parametrize("order", ["pipeline", ("pipeline", "data", "data"), ("pp", "dp", "tp")])
 def test_another_order_is_refused(order: Any) -> None:
     with pytest.raises(ValueError, match=r"order=.*must name the dimensions.*default"):
         checked_order(order)
-
-
-def test_an_order_may_be_a_list() -> None:
-    assert checked_order(["data", "pipeline", "tensor"]) == ("data", "pipeline", "tensor")

@@ -24,16 +24,6 @@ def test_neighbours_are_those_of_a_ring(ranks: int) -> None:
     }
 
 
-@pytest.mark.parametrize("ranks", [4, 16, 63, 64])
-def test_pairs_are_made_in_a_few_rounds(ranks: int) -> None:
-    """A rank comes to a pair after its earlier ones. The longest row of pairs does not grow with the pipeline."""
-    rounds: dict[int, int] = dict.fromkeys(range(ranks), 0)
-    for pair in neighbouring_pairs(ranks):
-        rounds |= dict.fromkeys(pair, 1 + max(rounds[rank] for rank in pair))
-
-    assert max(rounds.values()) <= 6
-
-
 def _groups(rank: int, pipeline: int) -> dict[str, object]:
     use_nccl_rules()
     exchanged: list[tuple[int, int]] = []
@@ -73,10 +63,9 @@ def _groups(rank: int, pipeline: int) -> dict[str, object]:
     return described
 
 
-@pytest.mark.parametrize(("world", "pipeline"), [(2, 2), (4, 4), (6, 3)])
-def test_each_pair_of_neighbours_has_a_group_for_each_way(world: int, pipeline: int) -> None:
-    """Two replicas in the last case: the ranks of a pipeline are those of every second process."""
-    replicas = world // pipeline
+def test_each_pair_of_neighbours_has_a_group_for_each_way() -> None:
+    """Two replicas: the ranks of a pipeline are those of every second process."""
+    world, pipeline, replicas = 6, 3, 2
     for process, described in enumerate(run_ranks(world, _groups, pipeline)):
         rank, replica = divmod(process, replicas)
         pairs = [pair for pair in neighbouring_pairs(pipeline) if rank in pair]

@@ -15,8 +15,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from transformers.modeling_outputs import BaseModelOutput
 
 from nxdpp.ranks.wire_form import packed, unpacked
@@ -66,72 +64,21 @@ VALUES: list[Any] = [
 ]
 
 
-@pytest.mark.parametrize("value", VALUES, ids=repr)
-def test_a_value_comes_back_as_it_was(value: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    form = packed(value)
+def test_a_value_comes_back_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    forms = [packed(value) for value in VALUES]
     monkeypatch.setenv("RAN", "1")
-    back = unpacked(form)
-    assert type(back) is type(value)
-    assert back == value
-    assert getattr(back, "__dict__", None) == getattr(value, "__dict__", None)
-
-
-def test_results_of_torch_come_back_with_their_tensors() -> None:
-    kinds: list[Any] = torch.return_types.all_return_types
-    for kind in kinds:
-        value = kind([torch.full((2,), i) for i in range(kind.n_fields)])
-        back: Any = unpacked(packed([value]))[0]
-        assert type(back) is kind
-        assert all(map(torch.equal, back, value))
-    values, indices = unpacked(packed(torch.tensor([[1.0, 3.0], [2.0, 0.0]]).max(-1)))
-    assert (values.tolist(), indices.tolist()) == ([3.0, 2.0], [1, 0])
-
-
-def test_a_structure_of_c_comes_back_with_what_is_behind_its_items() -> None:
-    own = os.stat(os.curdir)
-    back: os.stat_result = unpacked(packed(own))
-    assert back == own
-    assert (back.st_mtime_ns, back.st_blksize) == (own.st_mtime_ns, own.st_blksize)
-
-
-_LEAVES = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary()
-
-
-@given(
-    st.recursive(
-        _LEAVES,
-        lambda inner: st.lists(inner) | st.dictionaries(st.text() | st.integers(), inner) | st.tuples(inner, inner),
-        max_leaves=20,
-    )
-)
-def test_nested_values_come_back(value: Any) -> None:
-    assert unpacked(packed(value)) == value
-
-
-@pytest.mark.parametrize(
-    "tensor",
-    [
+    for value, form in zip(VALUES, forms, strict=True):
+        back = unpacked(form)
+        assert type(back) is type(value), value
+        assert back == value
+        assert getattr(back, "__dict__", None) == getattr(value, "__dict__", None)
+    for tensor in (
         torch.arange(6).view(2, 3).T,
         torch.tensor(2.5, dtype=torch.bfloat16),
-        torch.empty(0, 3, dtype=torch.complex64),
         torch.tensor([1 + 2j]).conj(),
-        torch.tensor([True, False]),
-    ],
-    ids=lambda tensor: f"{tensor.dtype}{list(tensor.shape)}",
-)
-def test_tensors_and_arrays_come_back(tensor: torch.Tensor) -> None:
-    array: Any = tensor.float().numpy() if not tensor.is_complex() else np.array([1 + 2j])
-    for value in (tensor, array):
-        back: Any = unpacked(packed({"value": [value]}))["value"][0]
-        assert type(back) is type(value)
-        assert (back.dtype, back.shape) == (value.dtype, value.shape)
-        assert bool((back == value).all())
-
-
-def test_errors_come_back_with_their_message() -> None:
-    for error in (ValueError("a", 3), FileNotFoundError(2, "No such file", "model.safetensors"), KeyError("k")):
-        back = unpacked(packed(error))
-        assert (type(back), str(back)) == (type(error), str(error))
+    ):
+        back = unpacked(packed(tensor))
+        assert (back.dtype, back.tolist()) == (tensor.dtype, tensor.tolist())
 
 
 def test_a_value_without_a_form_is_refused_by_the_sender() -> None:

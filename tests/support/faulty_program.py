@@ -78,9 +78,9 @@ BETWEEN_STEPS: dict[str, Callable[[], None]] = {
     "sys.exit(0)": lambda: sys.exit(0),
     "sys.exit(3)": lambda: sys.exit(3),
 }
-# True where the faulty rank compiles a graph for seconds in step 3, False where the others do.
-COMPILES = {"compiles long": True, "SIGKILL in a compilation": True, "SIGKILL while others compile": False}
-KILLED_LATER = ("SIGKILL in a compilation", "SIGKILL while others compile")
+# The faulty rank compiles a graph for seconds in step 3.
+KILLED_LATER = "SIGKILL in a compilation"
+COMPILES = "compiles long", KILLED_LATER
 KILL_SECONDS = 1.0
 # The other ranks make a collective call of torch or of nxdpp, which the faulty rank does not reach.
 BEFORE_A_COLLECTIVE: dict[str, tuple[Callable[[], None], str]] = {
@@ -91,7 +91,6 @@ BEFORE_A_COLLECTIVE: dict[str, tuple[Callable[[], None], str]] = {
 # Calls of a rank whose gather of parameters is on its way.
 IN_GATHER: dict[str, Callable[[], None]] = {
     "SIGKILL in a gather": _signal(signal.SIGKILL),
-    "sleep in a gather": sleep_in_a_layer,
 }
 SKIPS = "skips an asynchronous collective"
 STEPS_OFF = {"one step more": 1, "one step fewer": -1}
@@ -182,14 +181,12 @@ def main() -> None:
     )
     torch.manual_seed(0)
     module = Model(ranks)
-    is_late = has_fault and fault == "constructs long"
     model = NxDPPModel(
         module,
         transformer_layer_cls=Layer,
         num_microbatches=4,
         output_loss_value_spec=True,
         broadcast_and_average_loss=device == "fake",
-        post_partition_hooks=[lambda model: time.sleep(3 * hang_timeout)] if is_late else None,
     )
     model.move_model_to_device()
     if has_shards:
@@ -206,8 +203,8 @@ def main() -> None:
             if fault in IN_GATHER:
                 fails_in_gathers(IN_GATHER[fault])
         if step == FAULTY_STEP:
-            layer.sorts = 40 if COMPILES.get(fault) == has_fault else 0
-            if has_fault and fault in KILLED_LATER:
+            layer.sorts = 40 if has_fault and fault in COMPILES else 0
+            if has_fault and fault == KILLED_LATER:
                 threading.Timer(KILL_SECONDS, _killed).start()
         else:
             layer.sorts = 0

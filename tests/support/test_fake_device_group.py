@@ -1,6 +1,5 @@
 """The process group of the fake accelerator has NCCL's rules, and torch's own parallel wrappers run on it."""
 
-import os
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -82,31 +81,11 @@ def _on_gloo(rank: int, function: Callable[..., Any], args: tuple[Any, ...]) -> 
     return result
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_collectives_equal_those_of_gloo(world_size: int) -> None:
-    found = on_ranks(world_size, _collectives, "fake")
-    expected = run_ranks(world_size, _on_gloo, _collectives, ("cpu",), timeout=120)
+def test_collectives_equal_those_of_gloo() -> None:
+    found = on_ranks(3, _collectives, "fake")
+    expected = run_ranks(3, _on_gloo, _collectives, ("cpu",), timeout=120)
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=0)
-
-
-def _averages(rank: int) -> list[list[float]]:
-    mean = torch.full((2,), float(rank), device="fake")
-    dist.all_reduce(mean, dist.ReduceOp.AVG)
-    scattered = torch.empty(1, device="fake")
-    dist.reduce_scatter_tensor(scattered, torch.full((2,), float(rank), device="fake"), dist.ReduceOp.AVG)
-    listed = [torch.empty(2, device="fake") for _ in range(2)]
-    dist.all_to_all(listed, [torch.full((2,), 10.0 * rank + i, device="fake") for i in range(2)])
-    objects = [None, None]
-    dist.all_gather_object(objects, rank)
-    assert objects == [0, 1]
-    return [mean.tolist(), scattered.tolist(), torch.cat(listed).tolist()]
-
-
-def test_what_gloo_has_not() -> None:
-    first, second = on_ranks(2, _averages)
-    assert first == [[0.5, 0.5], [0.5], [0.0, 0.0, 10.0, 10.0]]
-    assert second == [[0.5, 0.5], [0.5], [1.0, 1.0, 11.0, 11.0]]
 
 
 def _messages(rank: int) -> list[float]:
@@ -126,41 +105,6 @@ def _messages(rank: int) -> list[float]:
 
 def test_messages_match_in_order_without_tags() -> None:
     assert on_ranks(2, _messages) == [[], [0.0, 1.0, 2.0]]
-
-
-def _exchange(rank: int) -> float:
-    size = dist.get_world_size()
-    received = torch.empty(2, device="fake")
-    operations = [
-        dist.P2POp(dist.isend, torch.full((2,), float(rank), device="fake"), (rank + 1) % size),
-        dist.P2POp(dist.irecv, received, (rank - 1) % size),
-    ]
-    for work in dist.batch_isend_irecv(operations):
-        work.wait()
-    return received[0].item()
-
-
-def test_messages_of_a_batch_are_one_group() -> None:
-    assert on_ranks(3, _exchange) == [2.0, 0.0, 1.0]
-
-
-def _is_refused(rank: int) -> list[str]:
-    group = dist.distributed_c10d._get_default_group()
-    device = torch.device("fake")
-    errors = [error_of(lambda: dist.all_reduce(torch.ones(2)))]
-    for dtype in (torch.complex64, torch.int16):
-        tensor = torch.ones(2, dtype=dtype, device="fake")
-        errors.append(error_of(lambda tensor=tensor: group.send([tensor], 1 - rank, 0)))  # type: ignore[misc]
-    errors.append(error_of(lambda: dist.send(torch.ones(2, 3, device=device).t(), 1 - rank)))
-    return errors
-
-
-def test_rules_of_tensors() -> None:
-    for host, unknown, short, strided in on_ranks(2, _is_refused):
-        assert "No backend type associated with device type cpu" in host
-        assert "Unconvertible NCCL type ComplexFloat" in unknown
-        assert "Unconvertible NCCL type Short" in short
-        assert "contiguous" in strided
 
 
 def _races(rank: int) -> list[str]:
@@ -215,51 +159,21 @@ def test_wait_stops_the_stream_and_not_the_host() -> None:
     assert first[1:] == second[1:] == [0, 32.0]
 
 
-def _first_use(rank: int) -> list[float]:
-    group = dist.new_group([0, 1])
-    tensor = torch.ones(4, device="fake")
-    took = []
-    for _ in range(2):
-        dist.barrier()
-        if rank == 1:
-            time.sleep(1.0)
-        started = time.monotonic()
-        dist.all_reduce(tensor, group=group, async_op=True)
-        took.append(time.monotonic() - started)
-        torch.accelerator.synchronize()
-    return took
-
-
-def test_first_use_of_a_communicator_stops_hosts() -> None:
-    first, second = on_ranks(2, _first_use)[0]
-    assert first > 0.5
-    assert second < 0.5
-
-
-def _never_comes(rank: int, dies: bool) -> str:
-    if not dies:
-        os.environ["FAKE_ABORT"] = "0"
+def _never_comes(rank: int) -> None:
     group = dist.new_group([0, 1], timeout=timedelta(seconds=1))
     tensor = torch.ones(4, device="fake")
     dist.all_reduce(tensor, group=group)
     torch.accelerator.synchronize()
     if rank == 1:
         time.sleep(6)
-        return ""
     dist.all_reduce(tensor, group=group)
-    return error_of(torch.accelerator.synchronize)
+    torch.accelerator.synchronize()
 
 
 def test_timeout_ends_the_process() -> None:
     with pytest.raises(AssertionError, match="The process ends, as NCCL's watchdog does it") as caught:
-        on_ranks(2, _never_comes, True)
+        on_ranks(2, _never_comes)
     assert "SIGABRT" in str(caught.value)
-
-
-def test_timeout_as_an_error() -> None:
-    error = on_ranks(2, _never_comes, False)[0]
-    assert "all_reduce number 1 of communicator" in error
-    assert "ran longer than its timeout of 1000 ms" in error
 
 
 def _aborts(rank: int) -> str:
@@ -296,82 +210,10 @@ def _two_communicators(rank: int) -> None:
     torch.accelerator.synchronize()
 
 
-@pytest.mark.parametrize("one_queue", [False, True])
-def test_circle_of_two_communicators(one_queue: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_circle_of_two_communicators(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FAKE_LOG", str(tmp_path))
-    if one_queue:
-        monkeypatch.setenv("FAKE_ONE_QUEUE", "1")
-        with pytest.raises(AssertionError):
-            run_ranks(2, _grouped, _two_communicators, (), timeout=10)
-    else:
-        on_ranks(2, _two_communicators)
+    on_ranks(2, _two_communicators)
     stuck = deadlock.replay(deadlock.read(tmp_path))
     assert [each.rank for each in stuck] == [0, 1]
     assert [each.waits_for for each in stuck] == [(1,), (0,)]
     assert all("all_reduce" in each.operation for each in stuck)
-
-
-def _model() -> torch.nn.Module:
-    torch.manual_seed(0)
-    return torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(3)))
-
-
-def _trains(rank: int, device: str, wrapper: str) -> list[torch.Tensor]:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-    from torch.nn.parallel import DistributedDataParallel
-
-    model = _model().to(device)
-    if wrapper == "ddp":
-        model = DistributedDataParallel(model)
-    else:
-        mesh = init_device_mesh(device, (dist.get_world_size(),))
-        for layer in model:  # type: ignore[attr-defined]
-            fully_shard(layer, mesh=mesh)
-        fully_shard(model, mesh=mesh)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    for step in range(3):
-        inputs = torch.randn(4, 8, generator=torch.Generator().manual_seed(10 * step + rank)).to(device)
-        model(inputs).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return [getattr(p, "full_tensor", lambda p=p: p)().detach().cpu() for p in model.parameters()]
-
-
-@pytest.mark.parametrize("wrapper", ["ddp", "fsdp2"])
-def test_wrappers_of_torch(wrapper: str) -> None:
-    found = on_ranks(2, _trains, "fake", wrapper)
-    expected = run_ranks(2, _on_gloo, _trains, ("cpu", "ddp"), timeout=120)
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
-
-
-def _distributes(rank: int) -> list[torch.Tensor]:
-    from torch.distributed import _functional_collectives as functional
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-
-    mesh = init_device_mesh("fake", (2,))
-    whole = torch.arange(16.0).reshape(4, 4).to("fake")
-    rows, columns = (distribute_tensor(whole, mesh, [Shard(dim)]) for dim in (0, 1))
-    product: Any = columns @ rows
-    summed = functional.all_reduce(torch.ones(2, device="fake"), "sum", mesh)
-    gathered = functional.all_gather_tensor(torch.full((2,), float(rank), device="fake"), 0, mesh)
-    scattered = functional.reduce_scatter_tensor(torch.arange(4.0).to("fake"), "sum", 0, mesh)
-    return [
-        product.redistribute(mesh, [Replicate()]).to_local().cpu(),
-        (summed * 1).cpu(),
-        (gathered * 1).cpu(),
-        (scattered * 1).cpu(),
-    ]
-
-
-def test_distributed_tensors() -> None:
-    whole = torch.arange(16.0).reshape(4, 4)
-    for rank, results in enumerate(on_ranks(2, _distributes)):
-        expected = [
-            whole @ whole,
-            torch.full((2,), 2.0),
-            torch.tensor([0.0, 0.0, 1.0, 1.0]),
-            torch.arange(4.0)[2 * rank :][:2] * 2,
-        ]
-        torch.testing.assert_close(results, expected)

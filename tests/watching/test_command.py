@@ -1,18 +1,15 @@
 """``python -m nxdpp watch`` and ``report``."""
 
 import os
-import re
 import signal
 import subprocess
 import sys
 from contextlib import suppress
 from pathlib import Path
-from urllib.request import urlopen
 
 import pytest
 
 from nxdpp.__main__ import main
-from nxdpp.watching.page import page
 from tests.watching.runs import lines, step, whole_run
 
 
@@ -38,33 +35,11 @@ def test_one_frame_and_a_report(
     assert capsys.readouterr().err.startswith("nxdpp report: ")
 
 
-@pytest.mark.parametrize(
-    ("flags", "said"),
-    [
-        (["--port", "9"], "--port needs --web: add it, or leave out --port."),
-        (["--once", "--web"], "--once prints to the terminal: leave out --web."),
-        (["--web", "--port", "99999999"], "--port 99999999: give a number from 0 to 65535."),
-    ],
-)
-def test_flags_that_do_not_fit(flags: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["watch", str(whole_run(tmp_path)), *flags]) == 2
-    assert f"nxdpp watch: {said}" in capsys.readouterr().err
-
-
-def test_a_folder_without_metrics(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for command in ("watch", "report"):
-        assert main([command, str(tmp_path)]) == 2
-        assert f"nxdpp {command}: {tmp_path} has no metrics/rank0000.jsonl." in capsys.readouterr().err
-
-
-def test_a_port_in_use_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from nxdpp.watching.metrics_reader import RunMetrics
-    from nxdpp.watching.page import server
-
-    with server(RunMetrics(whole_run(tmp_path)), 0) as taken:
-        port = str(taken.server_address[1])
-        assert main(["watch", str(tmp_path), "--web", "--port", port]) == 2
-    assert capsys.readouterr().err.startswith(f"nxdpp watch: --port {port}: Address already in use. Give another")
+def test_flags_that_do_not_fit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["watch", str(whole_run(tmp_path)), "--port", "9"]) == 2
+    assert "nxdpp watch: --port needs --web: add it, or leave out --port." in capsys.readouterr().err
+    assert main(["watch", str(tmp_path / "absent")]) == 2
+    assert "has no metrics/rank0000.jsonl." in capsys.readouterr().err
 
 
 def test_torch_is_not_imported(tmp_path: Path) -> None:
@@ -82,19 +57,6 @@ def test_a_terminal_follows_the_run_until_ctrl_c(tmp_path: Path) -> None:
     lines(tmp_path, 0, step(0, 21))
     assert "step 20 of 40" in shown
     _read_until(terminal, "step 21 of 40")
-    process.send_signal(signal.SIGINT)
-    assert process.wait(10) == 0
-    assert "Traceback" not in _read_until(terminal, None)
-
-
-def test_the_page_is_served_until_ctrl_c(tmp_path: Path) -> None:
-    whole_run(tmp_path)
-    process, terminal = _started(["watch", ".", "--web", "--port", "0"], tmp_path)
-    shown = _read_until(terminal, "HOST")
-    found = re.search(r"http://127\.0\.0\.1:\d+/", shown)
-    assert found is not None
-    with urlopen(found[0], timeout=10) as answer:
-        assert answer.read().decode() == page()
     process.send_signal(signal.SIGINT)
     assert process.wait(10) == 0
     assert "Traceback" not in _read_until(terminal, None)

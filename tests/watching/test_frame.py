@@ -16,8 +16,6 @@ from tests.watching.runs import BEGAN, begin, lines, step, whole_run
 MOST_CALLS = 30_000
 """Of Python functions in a frame of two ranks; one for each of 100,000 stages would be more."""
 
-ENDS = {"time": BEGAN + 10, "ends": True}
-
 
 def _frame(folder: Path, width: int = 80, encoding: str = "utf-8") -> str:
     return _frame_of(RunMetrics(folder), width, encoding)
@@ -82,12 +80,6 @@ def test_a_frame_of_100_000_stages_is_not_longer_and_calls_no_function_for_each(
     assert abs(calls[1] - calls[0]) < 0.2 * calls[0]
 
 
-def test_a_terminal_without_other_letters_than_ascii(tmp_path: Path) -> None:
-    shown = _frame(whole_run(tmp_path, experts=[1, 2]), 80, "ascii")
-    assert "75% ########.." in shown
-    assert "mean  +#" in shown
-
-
 def test_faults_are_whole_sentences(tmp_path: Path) -> None:
     died = "rank 1 died without an error: killed by a signal or out of memory"
     reason = f"stops because {died}, crashed, or ended by os._exit"
@@ -101,41 +93,9 @@ def test_faults_are_whole_sentences(tmp_path: Path) -> None:
     assert "(told by rank 0)" in shown
 
 
-def test_many_ranks_are_counted(tmp_path: Path) -> None:
-    for rank in range(20):
-        lines(tmp_path, rank, begin(rank, 20), ENDS)
-    shown = _frame(tmp_path)
-    assert "and 4 more ranks" in shown
-    assert "done 2 s ago" in shown.split("rank  stages")[0]
-
-
-def test_missing_ranks_are_counted_and_rows_have_their_rank(tmp_path: Path) -> None:
-    whole_run(tmp_path / "whole")
-    for rank in (0, 1):
-        told = (tmp_path / "whole" / "metrics" / f"rank{rank:04}.jsonl").read_text().replace('"ranks": 2', '"ranks": 8')
-        place = tmp_path / "metrics" / f"rank{3 * rank:04}.jsonl"
-        place.parent.mkdir(exist_ok=True)
-        place.write_text(told)
-    shown = _frame(tmp_path, 120)
-    assert "2 of 8 ranks, 1f1b" in shown.replace("\n", " ")
-    assert [line[:6] for line in shown.splitlines() if "...." in line] == ["   0  ", "   3  "]
-
-
 def test_a_terminal_obeys_nothing_of_the_files(tmp_path: Path) -> None:
     told = [step(0, 21, **{"no\x1b[2Jrm": 1.0}), {"time": BEGAN + 11, "fault": "said \x1b]0;title\x07 \u202e"}]
     lines(whole_run(tmp_path), 0, *told)
     shown = _frame(tmp_path)
     assert "\\x1b]0;title\\x07" in shown
     assert all(each.isprintable() for line in shown.splitlines() for each in line)
-
-
-def test_a_run_that_was_left_by_an_error(tmp_path: Path) -> None:
-    lines(whole_run(tmp_path), 0, {"time": BEGAN + 11, "ends": "Interrupted: after step 20"})
-    shown = _frame(tmp_path, 200)
-    assert "left 1 s ago by Interrupted: after step 20" in shown
-    assert "left, 1 s ago" in shown
-
-
-def test_a_run_before_its_first_step(tmp_path: Path) -> None:
-    lines(tmp_path, 0, begin(0, 1, done=7))
-    assert "step 7 of 40  1 rank  last line 12 s ago" in _frame(tmp_path).replace("\n", " ")

@@ -52,23 +52,6 @@ def test_a_killed_rank_is_named_by_the_others(tmp_path: Path) -> None:
     assert [row["state"] for row in found["ranks"]] == ["fault", "died"]
 
 
-def test_the_error_of_a_rank_comes_first(tmp_path: Path) -> None:
-    whole_run(tmp_path)
-    lines(tmp_path, 0, {"time": BEGAN + 11, "fault": "stops because rank 1 failed with ValueError"})
-    lines(tmp_path, 1, {"time": BEGAN + 11, "fault": "ValueError: no"})
-    assert [fault["text"] for fault in _summary(tmp_path)["faults"]] == [
-        "rank 1: ValueError: no",
-        "rank 1 failed with ValueError",
-    ]
-
-
-def test_several_ranks_are_named(tmp_path: Path) -> None:
-    for rank in range(4):
-        lines(tmp_path, rank, begin(rank, 4))
-    lines(tmp_path, 0, {"time": BEGAN, "fault": "stops because ranks 1 and 3 on host b are gone: they do not answer"})
-    assert [row["state"] for row in _summary(tmp_path)["ranks"]] == ["fault", "died", "running", "died"]
-
-
 def test_a_run_that_ended_well(tmp_path: Path) -> None:
     for rank in range(2):
         lines(whole_run(tmp_path) if rank == 0 else tmp_path, rank, {"time": BEGAN + 11, "ends": True})
@@ -76,48 +59,6 @@ def test_a_run_that_ended_well(tmp_path: Path) -> None:
     (tmp_path / "metrics" / "rank0001.jsonl").unlink()
     found = _summary(tmp_path)
     assert (found["state"], found["world"], len(found["ranks"])) == ("running", 2, 1)
-
-
-def test_experts_are_summed_over_the_ranks(tmp_path: Path) -> None:
-    whole_run(tmp_path, experts=[1, 2, 3])
-    lines(tmp_path, 1, {"time": BEGAN, "step": 20, "experts": [10, 0, 0]})
-    assert _summary(tmp_path)["experts"] == [11, 2, 3]
-    lines(tmp_path, 1, {"time": BEGAN, "step": 20, "experts": ["nan", 0, 0]})
-    assert _summary(tmp_path)["experts"] is None
-
-
-def test_experts_of_tensor_ranks_count_once(tmp_path: Path) -> None:
-    for rank in range(4):
-        lines(tmp_path, rank, begin(rank, 4) | {"tensor_rank": rank % 2}, step(rank, 1, experts=[rank, 1]))
-    assert _summary(tmp_path)["experts"] == [0 + 2, 2]
-
-
-def test_many_stages_of_a_rank_are_a_short_text(tmp_path: Path) -> None:
-    for rank, count in ((0, 8), (1, 100_000)):
-        lines(tmp_path, rank, begin(rank) | {"stages": list(range(count))}, step(rank, 1))
-    assert [row["stages"] for row in _summary(tmp_path)["ranks"]] == [
-        "0, 1, 2, 3, 4, 5, 6, 7",
-        "0, 1, 2, 3, 4, 5, 6 ... 99999 (100,000 stages)",
-    ]
-
-
-def test_numbers_of_experts_that_are_too_great_are_left_out(tmp_path: Path) -> None:
-    for experts in ([1e308, 1], [-1, 2]):
-        lines(tmp_path, 0, begin(0, 1), step(0, 1, experts=experts))
-        assert _summary(tmp_path)["experts"] is None
-
-
-def test_a_strip_of_no_length_has_a_scale(tmp_path: Path) -> None:
-    for rank in range(2):
-        lines(tmp_path, rank, begin(rank), step(rank, 10, actions=[[f"{rank}F0", 1.0, 0.0]]))
-    assert _summary(tmp_path)["strip"]["ms"] > 0
-
-
-def test_infinite_values_of_both_signs(tmp_path: Path) -> None:
-    """Their sum is no number."""
-    values = ["inf", "-inf", 1e308, 1e308] * 200
-    lines(tmp_path, 0, begin(0, 1), *[step(0, at, loss=each, norm=each) for at, each in enumerate(values, 1)])
-    assert _summary(tmp_path)["curves"]["norm"][0][1] is None
 
 
 def test_a_long_curve_is_thinned_and_ends_with_its_last_value(tmp_path: Path) -> None:

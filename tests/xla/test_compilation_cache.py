@@ -38,14 +38,6 @@ def _computed(rank: int, folder: str) -> tuple[float, list[str]]:
     return total.item(), warnings
 
 
-def _computed_before(rank: int, folder: str) -> None:
-    kept_graphs.LOADS_NO_GRAPHS.clear()
-    parallel_state.initialize_model_parallel(device="xla")
-    (torch.ones(2).to(parallel_state.local_device()) + 2.5).cpu()
-    with pytest.raises(RuntimeError, match="has computed in this process before"):
-        parallel_state.initialize_model_parallel(device="xla", compilation_cache=folder)
-
-
 def test_the_cpu_device_is_refused(tmp_path: Path) -> None:
     (message,) = run_xla_ranks(1, _refused, str(tmp_path / "cache"))
     assert "cannot load them" in message
@@ -60,7 +52,3 @@ def test_graphs_are_written_and_one_that_cannot_be_loaded_warns(tmp_path: Path) 
     assert (first, no_warnings) == (second, [])
     (warning,) = warnings
     assert warning.startswith(f"compilation_cache='{folder}': PJRT's CPU device cannot load")
-
-
-def test_a_folder_after_the_first_computation_is_refused(tmp_path: Path) -> None:
-    run_xla_ranks(1, _computed_before, str(tmp_path / "cache"))

@@ -13,9 +13,9 @@ from nxdpp.devices.kinds import device_of
 from nxdpp.pipeline.activation_checkpoint import apply_checkpoint
 from nxdpp.pipeline.runtime.engine import Engine
 from tests.support.xla_ranks import compilations, recorded_bytes, run_xla_ranks
-from tests.xla.tiny_llama import MICROBATCHES, tiny_llama, tokens
+from tests.xla.models import MICROBATCHES, tiny_llama, tokens
 
-_SCHEDULES = ["1f1b", "interleaved", "zb1p"]
+_SCHEDULES = ["1f1b", "zb1p"]
 
 
 class _Layer(nn.Module):
@@ -60,7 +60,6 @@ def _llama(schedule: str, way: str) -> dict[str, Any]:
         transformer_layer_cls=LlamaDecoderLayer,
         num_microbatches=MICROBATCHES,
         schedule=schedule,
-        virtual_pipeline_size=2 if schedule == "interleaved" else 1,
     )
     if way == "nxdpp":
         apply_checkpoint(model)

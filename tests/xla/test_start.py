@@ -80,19 +80,6 @@ def test_the_world_is_nxdpps_or_the_callers_over_gloo() -> None:
         assert "leave init_process_group('xla') out, or write 'gloo' there" in refused
 
 
-def _kinds(rank: int) -> str:
-    try:
-        parallel_state.initialize_model_parallel(device="cpu" if rank else "xla")
-    except RuntimeError as error:
-        return str(error)
-    return "not refused"
-
-
-def test_a_rank_on_the_cpu_beside_one_on_xla_is_refused() -> None:
-    for error in run_xla_ranks(2, _kinds):
-        assert "different kinds: xla (CPU) on rank 0, cpu on rank 1. Give all ranks the same" in error
-
-
 def _after_a_backward(rank: int, starts_device: bool) -> str:
     if starts_device:
         import torch_xla

@@ -55,15 +55,6 @@ def _tied_again() -> NxDPPModel:
     return _wrapped(model)
 
 
-def _tree_moved() -> NxDPPModel:
-    model = _wrapped(_tied())
-    marked = next(iter(model.local_parameters()))
-    marked.of_a_user = "kept"  # type: ignore[attr-defined]  # an attribute of a program
-    model.local_module.to(parallel_state.local_device())
-    assert vars(next(iter(model.local_parameters())))["of_a_user"] == "kept"
-    return model
-
-
 def _wrapper_moved() -> NxDPPModel:
     return _wrapped(_tied()).to(parallel_state.local_device())
 
@@ -74,20 +65,13 @@ def _deferred() -> NxDPPModel:
     return model
 
 
-def _converted() -> NxDPPModel:
-    return _moved().double().float()
-
-
 _OF_THE_CPU: dict[str, Callable[[], NxDPPModel]] = {
     "by default": _moved,
     "moved before": _moved_before,
     "tied again": _tied_again,
-    "local_module.to": _tree_moved,
     "model.to": _wrapper_moved,
     "deferred": _deferred,
-    "converted": _converted,
     "not moved": lambda: _wrapped(_tied()),
-    "to the CPU": lambda: _moved("cpu"),
 }
 
 

@@ -5,12 +5,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn import functional
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from nxdpp import NxDPPModel, parallel_state, tensor_parallelize
 from nxdpp.devices.kinds import device_of
-from nxdpp.tensor.random import get_xla_rng_tracker, model_parallel_xla_manual_seed
 from tests.support.run_ranks import run_ranks
 from tests.support.xla_ranks import compilations, run_xla_ranks
 
@@ -97,31 +95,12 @@ def _on_host(tensor: torch.Tensor | None) -> torch.Tensor:
     return tensor.detach().to("cpu", copy=True)
 
 
-def _cases(rank: int, stages: int, device: str | None) -> dict[str, Any]:
-    parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=2, pipeline_model_parallel_size=stages, device=device
-    )
-    found = {"sequences": _train(_llama(), sequence_parallel=True)}
-    if stages == 1:
-        found["plain"] = _train(_llama())
+def _cases(rank: int, device: str | None) -> dict[str, Any]:
+    parallel_state.initialize_model_parallel(2, 2, device=device)
+    found = {"sequences": _train(_llama(), sequence_parallel=True), "plain": _train(_llama())}
     if device is not None:
-        found["random"] = _drawn()
-        if stages > 1:
-            found["autocast"] = _train(_for_autocast(), torch.bfloat16)
+        found["autocast"] = _train(_for_autocast(), torch.bfloat16)
     return found
-
-
-def _drawn() -> dict[str, list[torch.Tensor]]:
-    """Masks that dropout draws outside of a fork and inside of it."""
-    device = parallel_state.local_device()
-    model_parallel_xla_manual_seed(7)
-    drawn: dict[str, list[torch.Tensor]] = {"outside": [], "inside": []}
-    for _ in range(2):
-        drawn["outside"].append(functional.dropout(torch.ones(64, device=device)))
-        with get_xla_rng_tracker().fork():
-            drawn["inside"].append(functional.dropout(torch.ones(64, device=device)))
-    drawn["outside"].append(functional.dropout(torch.ones(64, device=device)))
-    return {name: [mask.cpu() for mask in masks] for name, masks in drawn.items()}
 
 
 def _check_autocast(found: dict[str, Any], whole: dict[str, Any], rank: int) -> None:
@@ -147,30 +126,12 @@ def _check_close(found: dict[str, Any], expected: dict[str, Any]) -> None:
             assert torch.allclose(found[kind][name], tensor, rtol=CLOSE, atol=CLOSE), (kind, name)
 
 
-def _check_masks(masks: list[dict[str, list[torch.Tensor]]]) -> None:
-    for number in range(3):
-        assert torch.equal(masks[0]["outside"][number], masks[1]["outside"][number])
-    different = [*masks[0]["outside"], *masks[0]["inside"], *masks[1]["inside"]]
-    assert len({tuple(mask.tolist()) for mask in different}) == 7
-
-
-def _check(stages: int) -> list[dict[str, Any]]:
-    """Compare all cases with the CPU; return what the XLA ranks have found."""
-    on_cpu = run_ranks(2 * stages, _cases, stages, None)
-    on_xla = run_xla_ranks(2 * stages, _cases, stages, "xla")
-    for expected, found in zip(on_cpu, on_xla, strict=True):
-        for case in expected:
-            _check_close(found[case], expected[case])
-            assert found[case]["graphs"][2:] == [0, 0, 0], (case, found[case]["graphs"])
-    return on_xla
-
-
-def test_two_tensor_ranks_equal_those_of_the_cpu() -> None:
-    _check_masks([found["random"] for found in _check(stages=1)])
-
-
 def test_two_stages_of_two_tensor_ranks_equal_those_of_the_cpu_and_one_process() -> None:
     whole = run_xla_ranks(1, _in_one_process)[0]
-    for rank, found in enumerate(_check(stages=2)):
-        assert found["autocast"]["graphs"][2:] == [0, 0, 0]
+    on_cpu, on_xla = run_ranks(4, _cases, None), run_xla_ranks(4, _cases, "xla")
+    for rank, (expected, found) in enumerate(zip(on_cpu, on_xla, strict=True)):
+        for case in expected:
+            _check_close(found[case], expected[case])
+        for case, trained in found.items():
+            assert trained["graphs"][2:] == [0, 0, 0], case
         _check_autocast(found["autocast"], whole, rank % 2)

@@ -2,15 +2,13 @@
 
 import pytest
 import torch
-from torch import nn
 
-from nxdpp.pipeline.partition.partition import even_cuts
 from nxdpp.tracing.graph.errors import TracingError
 from nxdpp.tracing.graph.trace import TracingOptions, trace
 from nxdpp.tracing.modules.layers import find_layer_classes
 from nxdpp.tracing.values.in_place import assign_item
-from tools.zoo import ARGUMENTS, CANNOT_TRAIN, NOTES, TASKS, build, types
-from tools.zoo.comparison import is_refusal, without_randomness
+from tools.zoo import build
+from tools.zoo.comparison import is_refusal
 from tools.zoo.sweep import judge_quietly
 from tools.zoo.training import judge
 
@@ -29,10 +27,6 @@ def test_a_trace_that_fails_is_a_refusal() -> None:
     assert is_refusal(error)
 
 
-def test_our_error_without_a_place_is_a_refusal() -> None:
-    assert is_refusal(_raised(even_cuts, ["a"], 2))
-
-
 @pytest.mark.parametrize(
     "error",
     [
@@ -45,46 +39,11 @@ def test_another_error_is_not_a_refusal(error: Exception) -> None:
     assert not is_refusal(error)
 
 
-def test_a_right_type_has_the_arguments_that_it_needs() -> None:
-    verdict = judge_quietly(judge, "masked-lm", "albert")
-
-    assert (verdict.result, verdict.received) == ("exact", "1 1 1")
-    assert verdict.words == "num_hidden_groups=4, a group for each layer; transformer_layer_cls=['AlbertLayerGroup']"
-
-
-@pytest.mark.parametrize(
-    ("task", "name"),
-    [
-        ("sequence-classification", "llama"),
-        ("token-classification", "bert"),
-        ("text-encoding", "bert"),
-        ("audio-frame-classification", "wav2vec2"),
-        ("semantic-segmentation", "mobilevit"),
-        ("image-text-to-text", "llava"),
-    ],
-)
+@pytest.mark.parametrize(("task", "name"), [("semantic-segmentation", "mobilevit"), ("image-text-to-text", "llava")])
 def test_a_type_of_each_kind_of_task_is_exact(task: str, name: str) -> None:
     assert judge_quietly(judge, task, name).result == "exact"
 
 
-def test_dropout_is_off() -> None:
-    module = nn.Sequential(nn.Dropout(0.5), nn.Linear(2, 2))
-
-    without_randomness(module)
-
-    x = torch.ones(3, 2)
-    assert torch.equal(module[0](x), x)
-
-
 def test_a_difference_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tools.zoo.comparison.distance", lambda *given: 0.5)
-    assert judge("causal-lm", "gpt2").result == "WRONG"
-
     monkeypatch.setattr("tools.zoo.comparison.distance", lambda *given: float("inf"))
     assert judge("causal-lm", "gpt2").result == "WRONG"
-
-
-def test_special_cases_are_of_existing_types() -> None:
-    known = {name for task in TASKS for name in types(task)}
-
-    assert set(ARGUMENTS) | set(NOTES) | {name for _, name in CANNOT_TRAIN} <= known

@@ -86,10 +86,6 @@ def test_the_tutorial_equals_one_process(tmp_path: Path) -> None:
     assert all(torch.equal(tensor, original[name]) for name, tensor in untrained.items())
 
 
-def test_the_launcher_of_the_tutorial_gives_a_local_rank() -> None:
-    assert _tutorial().read_arguments(["--local-rank=1"]).local_rank == 1
-
-
 def _joined(name: str, parts: list[torch.Tensor], shape: torch.Size) -> torch.Tensor:
     """Join the parts of two ranks by hand: query, key and value are blocks of one tensor of GPT-2."""
     if parts[0].shape == shape:

@@ -43,7 +43,7 @@ class Scheduler:
 
     def state_dict(self) -> dict[str, Any]:
         """Return no state."""
-        _fail_in("save", "caught")
+        _fail_in("save")
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -71,14 +71,14 @@ def main() -> None:
         num_microbatches=2,
         post_partition_hooks=[lambda model: _fail_in("construction")],
     )
-    if CASE not in ("viewed in training", "viewed in evaluation"):
+    if CASE != "viewed in training":
         nxdpp.save_checkpoint(FOLDER, "a", model, scheduler=Scheduler())
         nxdpp.load_checkpoint(FOLDER, "a", model, scheduler=Scheduler())
     for number in range(2):
         if number == 1:
             _fail_in("evaluation")
-        # A slice of wider targets has no view as one dimension.
-        model.run_eval(x=torch.ones(8, 8), targets=torch.ones(8, 8 + (CASE == "viewed in evaluation")))
+        model.run_eval(x=torch.ones(8, 8), targets=torch.ones(8, 8))
+    # A slice of wider targets has no view as one dimension.
     model.run_train(x=torch.ones(8, 8), targets=torch.ones(8, 9))
 
 
@@ -89,7 +89,5 @@ if __name__ == "__main__":
     except Exception:
         if dist.get_rank() != RANK:
             raise
-        if CASE == "caught":
-            time.sleep(60)
         time.sleep(1.0)
         raise

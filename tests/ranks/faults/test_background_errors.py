@@ -44,16 +44,6 @@ def test_step_that_begins_during_the_agreement_waits_for_it() -> None:
     agreement.join()
 
 
-def test_next_step_raises_when_ranks_cannot_agree() -> None:
-    def all_of(begun: int) -> list[int]:
-        raise RuntimeError("rank 1 did not take part")
-
-    background_errors.keep(OSError("full"), all_of)
-    with pytest.raises(OSError, match="full") as raised:
-        background_errors.begin_step()
-    assert "rank 1 did not take part" in raised.value.__notes__[0]
-
-
 def test_program_without_a_further_step_ends_with_status_1() -> None:
     program = [
         "from nxdpp.ranks.faults import background_errors",

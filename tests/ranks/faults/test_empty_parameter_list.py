@@ -5,10 +5,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from torch import nn
-from torch.optim import SGD, AdamW
+from torch.optim import AdamW
 
 from nxdpp import NxDPPModel, parallel_state
 from nxdpp.doors.nxd.checkpoint import load_checkpoint, save_checkpoint
@@ -16,19 +15,18 @@ from nxdpp.gradients.optimizer.zero1 import Zero1Optimizer
 from nxdpp.ranks.faults.mistakes import add_note
 from tests.support.run_ranks import run_ranks
 
-STEPS, STOP, MICROBATCHES = 9, 4, 4
+STEPS, STOP, MICROBATCHES = 4, 2, 4
 KINDS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "AdamW": (AdamW, {"lr": 0.05}),
-    "SGD": (SGD, {"lr": 0.5, "momentum": 0.9}),
     "Zero1Optimizer": (Zero1Optimizer, {"optimizer_class": AdamW, "grad_clipping": False, "lr": 0.05}),
 }
 
 
-def _build(trained: str) -> nn.Sequential:
+def _build() -> nn.Sequential:
     """Four layers, of which one is trained."""
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4))).requires_grad_(False)
-    model.get_submodule(trained).requires_grad_(True)
+    model.get_submodule("0").requires_grad_(True)
     return model
 
 
@@ -37,9 +35,9 @@ def _batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(8, 4, generator=generator), torch.randn(8, 4, generator=generator)
 
 
-def _in_one_process(trained: str, kind: str) -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
+def _in_one_process(kind: str) -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
     """The script of one process: losses, norms and the trained values."""
-    model = _build(trained)
+    model = _build()
     make, options = KINDS[kind]
     if make is Zero1Optimizer:
         make, options = AdamW, {"lr": options["lr"]}
@@ -72,15 +70,14 @@ def _line(model: NxDPPModel, make: Callable[..., Any], options: dict[str, Any]) 
     return None
 
 
-def _follow(rank: int, path: Path, pipeline: int, trained: str, kind: str) -> Any:
-    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=pipeline)
+def _follow(path: Path, kind: str) -> Any:
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
     make, options = KINDS[kind]
-    replicas, replica = parallel_state.get_data_parallel_size(), parallel_state.get_data_parallel_rank()
 
     def made(line: str | None) -> tuple[NxDPPModel, Any, str | None]:
         model = NxDPPModel(
-            _build(trained),
-            num_microbatches=MICROBATCHES // replicas,
+            _build(),
+            num_microbatches=MICROBATCHES,
             transformer_layer_cls=nn.Linear,
             loss_fn=nn.MSELoss(),
             broadcast_and_average_loss=True,
@@ -98,7 +95,7 @@ def _follow(rank: int, path: Path, pipeline: int, trained: str, kind: str) -> An
             save_checkpoint(path, kind, model, optimizer)
             model, optimizer, _ = made(line)
             load_checkpoint(path, kind, model, optimizer)
-        x, target = (each.chunk(replicas)[replica] for each in _batch(step))
+        x, target = _batch(step)
         loss = model.run_train(input=x, target=target)
         assert isinstance(loss, torch.Tensor)
         losses.append(loss.item())
@@ -108,32 +105,20 @@ def _follow(rank: int, path: Path, pipeline: int, trained: str, kind: str) -> An
     return losses, norms, {name: each.detach() for name, each in model.named_parameters()}
 
 
-def _follow_all(rank: int, path: Path, pipeline: int, trained: str) -> dict[str, Any]:
+def _follow_all(rank: int, path: Path) -> dict[str, Any]:
     found = {}
     for kind in KINDS:
-        found[kind] = _follow(rank, path, pipeline, trained, kind)
+        found[kind] = _follow(path, kind)
         parallel_state.destroy_model_parallel()
     return found
 
 
-@pytest.mark.parametrize(
-    ("ranks", "pipeline", "trained"),
-    [(2, 2, "0"), (4, 4, "2"), (4, 2, "3")],
-    ids=["first of 2", "third of 4", "replicas"],
-)
-def test_the_line_of_the_note_trains_as_one_process(ranks: int, pipeline: int, trained: str, tmp_path: Path) -> None:
-    everyone = run_ranks(ranks, _follow_all, tmp_path, pipeline, trained)
+def test_the_line_of_the_note_trains_as_one_process(tmp_path: Path) -> None:
+    everyone = run_ranks(2, _follow_all, tmp_path)
     for kind in KINDS:
-        losses, norms, values = _in_one_process(trained, kind)
+        losses, norms, values = _in_one_process(kind)
         for found in everyone:
             torch.testing.assert_close(found[kind][0], losses)
             torch.testing.assert_close(found[kind][1], norms)
             for name, value in found[kind][2].items():
                 torch.testing.assert_close(value, values[name])
-
-
-def test_a_list_that_is_empty_in_one_process_has_no_note() -> None:
-    with pytest.raises(ValueError, match="empty parameter list") as caught:
-        AdamW([])
-    add_note(caught.value)
-    assert not hasattr(caught.value, "__notes__")

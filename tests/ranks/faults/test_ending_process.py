@@ -41,19 +41,3 @@ def test_a_file_that_is_there_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     error = ValueError("bad")
     error.add_note("nxdpp: a remedy.")
     assert sentence_of(error) == "ValueError: bad\nnxdpp: a remedy."
-
-
-def test_a_file_appears_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def end_here(unfinished: Path, path: str) -> None:
-        raise SystemExit(f"SIGTERM before {unfinished.name} is {path}")
-
-    path = tmp_path / "0.json"
-    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(path))
-    with monkeypatch.context() as ended:
-        ended.setattr(Path, "replace", end_here)
-        with pytest.raises(SystemExit):
-            tell_launcher("unfinished")
-    assert not path.exists()
-    tell_launcher("a whole one")
-    assert [file.name for file in tmp_path.iterdir()] == ["0.json"]
-    assert "traceback : a whole one\n" in shown(tmp_path, 1)

@@ -44,24 +44,10 @@ def _last_lines(ended: Ended) -> dict[int, str]:
 @pytest.mark.parametrize(
     ("fault", "rank", "first_has_store", "text"),
     [
-        ("SIGKILL", 2, True, "rank 2 died"),
         ("SIGKILL", 0, True, "rank 0 died"),
         ("SIGKILL between steps", 1, False, "rank 1 died"),
-        pytest.param("SIGTERM", 1, True, "rank 1 died", marks=pytest.mark.sweep),
-        pytest.param("SIGSEGV", 3, True, "rank 3 died", marks=pytest.mark.sweep),
-        ("os._exit", 3, True, "rank 3 died"),
-        pytest.param("sys.exit(3)", 1, True, "rank 1 ended after run_train step 3", marks=pytest.mark.sweep),
-        ("sys.exit(0)", 0, True, "rank 0 ended after run_train step 3"),
         ("sys.exit in a layer", 2, True, "rank 2 ended its program within run_train step 3"),
-        ("one step fewer", 1, True, "rank 1 ended after run_train step 5"),
         ("sys.exit(0) before a barrier", 2, False, "rank 2 ended after run_train step 3, and rank"),
-        pytest.param(
-            "sys.exit(0) before an exchange",
-            0,
-            True,
-            "rank 0 ended after run_train step 3, and rank",
-            marks=pytest.mark.sweep,
-        ),
         ("exception before an exchange", 0, True, "rank 0 failed with ValueError: see the traceback of rank 0"),
     ],
 )
@@ -86,27 +72,24 @@ def test_a_rank_with_a_step_more_names_those_that_have_ended() -> None:
     assert re.match(r"ranks? 0.* ended after run_train step 6, and rank 2 is in run_train step 7", line), line
 
 
-@pytest.mark.parametrize(("fault", "rank"), [("loop", 2), pytest.param("sleep", 0, marks=pytest.mark.sweep)])
-def test_a_rank_that_hangs_is_shown_and_named(fault: str, rank: int) -> None:
-    ended = _run(fault, rank)
+def test_a_rank_that_hangs_is_shown_and_named() -> None:
+    rank = 2
+    ended = _run("loop", rank)
     assert ended.codes == [1] * RANKS, ended.output
     assert HANG_TIMEOUT < _seconds(ended) < HANG_TIMEOUT + BOUND_SECONDS, ended.output
     lines = _last_lines(ended)
     assert sorted(lines) == list(range(RANKS)), ended.output
     others = [number for number in range(RANKS) if number != rank]
     named = rf"rank {rank} hangs: run_train step 3, stage {rank}, forward of microbatch 0, for \d+ s, in "
-    named += (
-        rf"`{fault}_in_a_layer`, faulty_program\.py:\d+; ranks {others[0]}, {others[1]} and {others[2]} wait for it"
-    )
+    named += r"`loop_in_a_layer`, faulty_program\.py:\d+; ranks 0, 1 and 3 wait for it"
     assert all(re.match(named, line) for line in lines.values()), ended.output
     for number in others:
         assert re.search(rf"^  rank {number}: run_train step 3, stage {number}, .* waits for", ended.output, re.M)
-    assert re.search(rf"stack of rank {rank}.*Layer.forward\n +.* in {fault}_in_a_layer$", ended.output, re.M | re.S)
+    assert re.search(rf"stack of rank {rank}.*Layer.forward\n +.* in loop_in_a_layer$", ended.output, re.M | re.S)
 
 
-@pytest.mark.parametrize("fault", ["SIGKILL", "SIGKILL in a gather"])
-def test_a_rank_that_dies_in_or_between_gathers_is_named(fault: str) -> None:
-    ended = _run(fault, 2, True, HANG_TIMEOUT, "shards")
+def test_a_rank_that_dies_in_a_gather_is_named() -> None:
+    ended = _run("SIGKILL in a gather", 2, True, HANG_TIMEOUT, "shards")
     assert [code for rank, code in enumerate(ended.codes) if rank != 2] == [1] * (RANKS - 1), ended.output
     assert _seconds(ended) < BOUND_SECONDS, ended.output
     assert {rank: line[:11] for rank, line in _last_lines(ended).items()} == dict.fromkeys((0, 1, 3), "rank 2 died")
@@ -124,19 +107,8 @@ def test_a_rank_that_hangs_before_a_gather_is_named() -> None:
     assert re.search(gathers, ended.output, re.M), ended.output
 
 
-def test_a_rank_that_hangs_in_a_gather_is_named() -> None:
-    ended = _run("sleep in a gather", 2, True, HANG_TIMEOUT, "shards")
-    assert ended.codes == [1] * RANKS, ended.output
-    assert _seconds(ended) < HANG_TIMEOUT + BOUND_SECONDS, ended.output
-    lines = _last_lines(ended)
-    assert sorted(lines) == list(range(RANKS)), ended.output
-    assert all(line.startswith("all ranks wait for each other") for line in lines.values()), ended.output
-    gathers = r"rank 2:? (in )?run_train step 3, stage 1, .*, waits for \d+ s in the gather of parameters, with rank 3"
-    assert re.search(gathers, ended.output), ended.output
-
-
-@pytest.mark.parametrize("rank", [0, pytest.param(2, marks=pytest.mark.sweep)])
-def test_a_stopped_rank_is_named_and_killed(rank: int) -> None:
+def test_a_stopped_rank_is_named_and_killed() -> None:
+    rank = 0
     ended = _run("SIGSTOP", rank)
     assert ended.codes == [-9 if number == rank else 1 for number in range(RANKS)], ended.output
     assert HANG_TIMEOUT < _seconds(ended) < HANG_TIMEOUT + BOUND_SECONDS, ended.output
@@ -145,17 +117,10 @@ def test_a_stopped_rank_is_named_and_killed(rank: int) -> None:
     assert all(re.match(rf"rank {rank}\b.* stopped", line) for line in lines.values()), ended.output
 
 
-@pytest.mark.parametrize(
-    ("fault", "place"),
-    [
-        ("evaluates alone", "outside of nxdpp, after run_train step 3"),
-        ("constructs long", "in the construction of a model"),
-    ],
-)
-def test_a_rank_that_is_in_no_call_is_no_hang(fault: str, place: str) -> None:
-    ended = _run(fault, 2, hang_timeout=1.0)
+def test_a_rank_that_is_in_no_call_is_no_hang() -> None:
+    ended = _run("evaluates alone", 2, hang_timeout=1.0)
     assert ended.codes == [0] * RANKS, ended.output
-    waiting = f"rank 2 is {place}, for .* ranks 0, 1 and 3 wait for it. The job goes on"
+    waiting = "rank 2 is outside of nxdpp, after run_train step 3, for .* ranks 0, 1 and 3 wait for it. The job goes on"
     assert re.search(waiting, ended.output), ended.output
 
 
@@ -168,18 +133,9 @@ def test_a_rank_that_is_slow_but_moves_is_no_hang() -> None:
 
 REASON = fake_device.why_not()
 ON_A_DEVICE = {
-    "exception": "rank 2 failed with ValueError",
     "exception in a backward": "rank 2 failed with ValueError",
-    "exception between steps": "rank 2 failed with ValueError",
     "SIGKILL": "rank 2 died",
-    "SIGKILL between steps": "rank 2 died",
-    "sys.exit(0)": "rank 2 ended after run_train step 3",
-    "sys.exit in a layer": "rank 2 ended its program within run_train step 3",
-    "one step fewer": "rank 2 ended after run_train step 5",
-    "sys.exit(0) before a barrier": "rank 2 ended after run_train step 3, and rank",
-    "SIGSTOP": "rank 2 .* is stopped by a signal",
     "loop": "rank 2 hangs: run_train step 3, stage 2, forward of microbatch 0, .* wait for it",
-    "loop in a backward": "rank 2 hangs: run_train step 3, stage 2, backward of microbatch 0, .* wait for it",
     "skips an asynchronous collective": r"all ranks wait .* rank 0 in .* run_train step 4, waits for \d+ s in work of "
     "its program on the device, before run_train step 4; rank 2 passed it. Let all ranks make the program.s",
 }
@@ -201,12 +157,3 @@ def test_a_fault_is_named_where_waits_stop_streams(fault: str) -> None:
         assert re.search(r"outside of nxdpp, after run_train step 3, waits for \d+ s in the ", ended.output), (
             ended.output
         )
-
-
-@pytest.mark.skipif(REASON is not None, reason=str(REASON))
-def test_a_rank_that_reads_data_is_no_hang_where_waits_stop_streams() -> None:
-    fake_device.built()
-    ended = _run("evaluates alone", 2, True, 1.0, "fake")
-    assert ended.codes == [0] * RANKS, ended.output
-    waiting = "rank 2 is outside of nxdpp, after run_train step 3, for .* ranks 0, 1 and 3 wait for it. The job goes on"
-    assert re.search(waiting, ended.output), ended.output

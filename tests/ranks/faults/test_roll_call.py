@@ -1,6 +1,5 @@
 """A job hangs if each rank waits, works or cannot answer; a rank outside of nxdpp is no cause of an end."""
 
-import re
 from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
@@ -14,7 +13,6 @@ from nxdpp.ranks.faults.progress import Progress
 from nxdpp.ranks.faults.roll_call import Answer, judge, own_answer
 from nxdpp.ranks.faults.stream_waits import StreamWaits
 from nxdpp.ranks.faults.timeouts import Timeouts
-from nxdpp.ranks.faults.waits import names
 
 LIMIT = Timeouts(hang=300.0, compile=3600.0)
 
@@ -29,23 +27,6 @@ def _answer(state: Literal["waits", "works", "outside"], seconds: float = 301.0,
     return Answer(
         state=state, position=position, unmoved_seconds=seconds, **{**values, "stopped": [], "running": [], **changed}
     )
-
-
-def test_a_rank_that_works_is_the_cause() -> None:
-    answers = {0: _answer("waits"), 1: _answer("waits"), 2: _answer("works"), 3: _answer("waits")}
-    verdict = judge(answers, [], 1, LIMIT)
-    assert (verdict.hangs, verdict.rank, verdict.stopped) == (True, 2, ())
-    assert verdict.sentence == (
-        "rank 2 hangs: run_train step 18, stage 2, for 301 s, in `Mlp.forward`, mlp.py:17; ranks 0, 1 and 3 wait for it"
-    )
-    assert "ranks 0, 1 and 3: run_train step 18, stage 2, waits for 301 s" in verdict.report
-    # The stack of the cause comes first.
-    assert re.findall(r"^  stack of rank (\d), the innermost call last:\n    mlp", verdict.report, re.M) == [
-        "2",
-        "0",
-        "1",
-        "3",
-    ]
 
 
 class _Events:
@@ -99,18 +80,6 @@ def test_a_collective_of_the_program_that_a_rank_does_not_make_is_told() -> None
     )
 
 
-def test_ranks_that_all_wait_are_shown() -> None:
-    verdict = judge({rank: _answer("waits") for rank in range(9)}, [], 1, LIMIT)
-    assert verdict.hangs
-    assert re.findall(r"stack of rank (\d)", verdict.report) == ["0", "1", "2", "3"]
-    assert verdict.sentence.startswith("all ranks wait for each other for 301 s")
-
-
-def test_a_rank_that_has_moved_ends_the_roll_call() -> None:
-    verdict = judge({0: _answer("waits"), 1: _answer("works", seconds=3.0)}, [], 0, LIMIT)
-    assert (verdict.hangs, verdict.sentence) == (False, "")
-
-
 def test_a_rank_outside_of_nxdpp_is_no_hang_though_it_does_not_move() -> None:
     verdict = judge({0: _answer("waits"), 1: _answer("outside", seconds=900.0), 2: _answer("works")}, [], 0, LIMIT)
     assert not verdict.hangs
@@ -134,26 +103,6 @@ def test_a_stopped_rank_is_the_cause_also_beside_one_outside() -> None:
     assert "is stopped by a signal" in verdict.sentence
 
 
-def test_a_rank_of_a_host_that_does_not_answer_is_the_cause() -> None:
-    verdict = judge({0: _answer("waits"), 1: _answer("waits")}, [2, 3], 0, LIMIT)
-    assert (verdict.hangs, verdict.rank) == (True, 2)
-    assert "does not answer" in verdict.sentence
-
-
-def test_a_rank_that_runs_and_does_not_answer_is_no_hang() -> None:
-    verdict = judge({0: _answer("waits", running=[1]), 2: _answer("waits")}, [1], 0, LIMIT)
-    assert not verdict.hangs
-    assert "rank 1 runs code that holds Python's lock" in verdict.sentence
-
-
-@pytest.mark.parametrize(
-    ("ranks", "text"),
-    [([3], "rank 3"), ([0, 1], "ranks 0 and 1"), ([0, 1, 3], "ranks 0, 1 and 3"), (range(9), "9 ranks")],
-)
-def test_names_of_ranks(ranks: list[int], text: str) -> None:
-    assert names(list(ranks)) == text
-
-
 def test_a_rank_that_compiles_is_named_and_no_hang() -> None:
     compiles = _answer("works", seconds=0.0, compiling_seconds=400.0)
     verdict = judge({0: _answer("waits"), 1: compiles, 2: _answer("waits")}, [], 0, LIMIT)
@@ -163,18 +112,3 @@ def test_a_rank_that_compiles_is_named_and_no_hang() -> None:
         "the limit of a compilation is compile_timeout=3600 s",
     )
     assert verdict.sentence == "rank 1 compiles: run_train step 18, stage 2, for 400 s; ranks 0 and 2 wait for it"
-
-
-def test_a_rank_that_compiles_for_longer_than_its_limit_is_the_cause() -> None:
-    compiles = _answer("works", seconds=3601.0, compiling_seconds=3601.0)
-    verdict = judge({0: _answer("waits", seconds=3600.0), 1: compiles}, [], 0, LIMIT)
-    assert (verdict.hangs, verdict.rank) == (True, 1)
-    assert verdict.sentence == (
-        "rank 1 compiles for longer than compile_timeout=3600 s: run_train step 18, stage 2, for 3601 s; "
-        "rank 0 waits for it"
-    )
-
-
-def test_a_rank_that_compiles_is_not_named_before_others_wait_for_the_limit() -> None:
-    compiles = _answer("works", seconds=0.0, compiling_seconds=20.0)
-    assert judge({0: _answer("waits", seconds=299.0), 1: compiles}, [], 0, LIMIT).sentence == ""

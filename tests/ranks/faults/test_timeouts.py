@@ -9,23 +9,18 @@ from nxdpp.ranks.faults.timeouts import Timeouts
 from nxdpp.ranks.parallel_state import destroy_model_parallel, initialize_model_parallel
 
 
-@pytest.mark.parametrize("seconds", [0, 1, 2.5, 300.0, np.int64(300), np.float32(2.5)])
-def test_limits(seconds: float) -> None:
-    Timeouts(seconds, seconds).check()
-
-
 @pytest.mark.parametrize("name", ["hang", "compile"])
-@pytest.mark.parametrize("seconds", [-1, 0.5, float("nan"), float("inf")])
-def test_other_numbers_are_refused(name: str, seconds: float) -> None:
-    with pytest.raises(ValueError, match=f"{name}_timeout must be at least 1 second"):
-        Timeouts(**{name: seconds}).check()
-
-
-@pytest.mark.parametrize("name", ["hang", "compile"])
-@pytest.mark.parametrize("seconds", [None, True, "300", np.True_, 3j])
-def test_what_is_no_number_is_refused(name: str, seconds: Any) -> None:
-    with pytest.raises(TypeError, match=f"{name}_timeout must be a number of seconds"):
-        Timeouts(**{name: seconds}).check()
+def test_limits(name: str) -> None:
+    for taken in (0, 2.5, np.int64(300)):
+        Timeouts(**{name: taken}).check()
+    numbers: list[Any] = [-1, 0.5, float("nan"), float("inf")]
+    for other in numbers:
+        with pytest.raises(ValueError, match=f"{name}_timeout must be at least 1 second"):
+            Timeouts(**{name: other}).check()
+    no_numbers: list[Any] = [None, True, "300"]
+    for other in no_numbers:
+        with pytest.raises(TypeError, match=f"{name}_timeout must be a number of seconds"):
+            Timeouts(**{name: other}).check()
 
 
 def test_a_second_call_with_another_limit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

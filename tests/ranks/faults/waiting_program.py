@@ -1,6 +1,6 @@
-"""Work in which the last rank sleeps before each kind of exchange: ``waiting_program.py PP TP EACH FOLDER``.
+"""Work in which the last rank sleeps before exchanges: ``waiting_program.py PP TP FOLDER NAME ...``.
 
-EACH is ``name``, or ``call`` for each name in each call. The sleeper writes ``sleeps`` with the name of the exchange,
+The sleeper writes ``sleeps`` with the name of the exchange,
 and sleeps until a rank has judged a roll call. Verdicts end nothing here. Each is written as ``verdict`` with its
 sentence.
 """
@@ -32,7 +32,7 @@ class _Sleeper(Board):
     """The board of a rank that sleeps before its first wait of each kind."""
 
     folder: Path
-    each = "name"
+    names: set[str] = set()
     is_on = False
 
     @property
@@ -41,15 +41,11 @@ class _Sleeper(Board):
 
     @wait.setter
     def wait(self, value: Any) -> None:
-        if self.is_on and value is not None:
-            what = value._name, self.position().call.rstrip(" 0123456789") if self.each == "call" else ""
-            if what not in self.slept:
-                self.slept.add(what)
-                _say(f"sleeps: {value._name}")
-                sleep_until(self.folder / str(len(self.slept)))
+        if self.is_on and value is not None and value._name in self.names:
+            self.names.remove(value._name)
+            _say(f"sleeps: {value._name}")
+            sleep_until(self.folder / str(len(self.names)))
         self.__dict__["wait"] = value
-
-    slept: set[tuple[str, str]] = set()  # one object a process
 
 
 def sleep_until(told: Path) -> None:
@@ -79,11 +75,11 @@ def _tell_verdicts(folder: Path) -> None:
 
 
 @contextmanager
-def _asleep(sleeper: bool, folder: Path, each: str) -> Iterator[None]:
+def _asleep(sleeper: bool, folder: Path, names: set[str]) -> Iterator[None]:
     if sleeper:
         board.__class__ = _Sleeper
         board.folder = folder  # type: ignore[attr-defined]  # of a _Sleeper
-        board.each = each  # type: ignore[attr-defined]  # of a _Sleeper
+        board.names = names  # type: ignore[attr-defined]  # of a _Sleeper
         board.is_on = True  # type: ignore[attr-defined]  # of a _Sleeper
     yield
     if sleeper:
@@ -92,7 +88,7 @@ def _asleep(sleeper: bool, folder: Path, each: str) -> Iterator[None]:
 
 def main() -> None:
     """Run the program."""
-    pipeline, tensor, each, folder = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], Path(sys.argv[4])
+    pipeline, tensor, folder, names = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), {*sys.argv[4:]}
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=tensor, pipeline_model_parallel_size=pipeline, hang_timeout=HANG_TIMEOUT
@@ -111,7 +107,7 @@ def main() -> None:
     if tensor > 1:
         module = nxdpp.tensor_parallelize(module, sequence_parallel=True)
     ids = torch.randint(32, (2 * _MICROBATCHES, 8), generator=torch.Generator().manual_seed(0))
-    with _asleep(rank == ranks - 1, folder, each):
+    with _asleep(rank == ranks - 1, folder, names):
         replicas = parallel_state.get_data_parallel_size()
         scaler = nxdpp.GradScaler("cpu", init_scale=2.0) if replicas == 1 else None
         model = NxDPPModel(

@@ -1,7 +1,6 @@
 """Program of the processes in ``test_failure_watch``: runs a way to fail or to end normally by its name."""
 
 import os
-import signal
 import sys
 import time
 
@@ -32,17 +31,6 @@ def raise_in_one(failing: int) -> None:
     _wait_in_receive(rank, (rank + 1) % world_size)
 
 
-def raise_from_all_reduce(failing: int) -> None:
-    """The failing rank destroys its world in ``finally``, as many programs do."""
-    try:
-        if dist.get_rank() == failing:
-            _fails_now()
-            raise ValueError("the first error")
-        dist.all_reduce(torch.ones(1))
-    finally:
-        parallel_state.destroy_model_parallel()
-
-
 def report_then_unwind_slowly(failing: int) -> None:
     """Like the engine, the failing rank reports the error and raises it later."""
     if dist.get_rank() == failing:
@@ -53,14 +41,6 @@ def report_then_unwind_slowly(failing: int) -> None:
         raise error
     while True:
         time.sleep(0.01)
-
-
-def be_killed(failing: int) -> None:
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    if rank == failing:
-        _fails_now()
-        os.kill(os.getpid(), signal.SIGKILL)
-    _wait_in_receive(rank, (rank + 1) % world_size)
 
 
 def end_apart(first: int) -> None:
