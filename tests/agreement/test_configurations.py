@@ -47,4 +47,3 @@ def test_replicas_of_other_configurations_are_refused() -> None:
     assert "data-parallel rank 0 (rank 0): configuration attn_pdrop: 0.0\n" in message
     assert "data-parallel rank 1 (rank 1): configuration attn_pdrop: 0.1\n" in message
     assert "n_embd" not in message
-    run_ranks(2, train, 0.0)

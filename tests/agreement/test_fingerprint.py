@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 from transformers import LlamaConfig
 
 from nxdpp.agreement.fingerprint import canonical, fingerprint, graph_lines, parameter_lines
@@ -19,16 +18,12 @@ def added(amount: int) -> Any:
 @pytest.mark.parametrize(
     ("value", "text"),
     [
-        ((1, 1.5, True, None, ..., "a"), "[1, 1.5, True, None, Ellipsis, 'a']"),
-        (slice(None, 2), "slice(None, 2, None)"),
         ({"b", "a"}, "{'a', 'b'}"),
         ({"b": 1, "a": {"d": 2, "c": 3}}, "{'a': {'c': 3, 'd': 2}, 'b': 1}"),
-        (torch.device("cuda:3"), "cuda"),
         (torch.zeros(2, 3), "tensor [2, 3] torch.float32"),
         (torch.nn.functional.relu, "torch.nn.functional.relu<>"),
         (partial(added, 2), "partial([tests.agreement.test_fingerprint.added<>, [2], {}])"),
         (added(3), "tests.agreement.test_fingerprint.added.<locals>.<lambda><3>"),
-        (nn.ReLU(), "torch.nn.modules.activation.ReLU"),
         (object(), "builtins.object"),
     ],
 )
@@ -43,7 +38,7 @@ def test_the_text_of_a_configuration_has_its_values_and_not_its_path() -> None:
     assert canonical(here) != canonical(LlamaConfig(rms_norm_eps=1e-3))
 
 
-@pytest.mark.parametrize("architecture", ["llama", "bert", "gpt2"])
+@pytest.mark.parametrize("architecture", ["llama"])
 def test_the_same_model_gives_the_same_text(architecture: str) -> None:
     models = [make_model(architecture, layers=2) for _ in range(2)]
     traced = [trace_with(model, make_inputs(architecture)) for model in models]

@@ -6,15 +6,12 @@ import pytest
 import torch
 
 from nxdpp.agreement import input_hash
-from nxdpp.agreement.input_hash import SLOTS, InputHasher, InputHashes, hash_of
+from nxdpp.agreement.input_hash import InputHasher, hash_of
 from nxdpp.agreement.same_values import hash_of_all, sample
 from tests.support import fake_device
 from tests.support.run_ranks import run_ranks
 
-DTYPES = [
-    *(torch.bool, torch.uint8, torch.int16, torch.int32, torch.int64),
-    *(torch.float8_e4m3fn, torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64),
-]
+DTYPES = [torch.bool, torch.int64, torch.float8_e4m3fn, torch.bfloat16, torch.float32]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -30,27 +27,6 @@ def test_one_other_element_makes_another_hash(dtype: torch.dtype) -> None:
         other = tensor.to(torch.float32 if dtype.is_floating_point else torch.int64)
         other.view(-1)[place] = 1 - other.view(-1)[place]
         assert hash_of(other.to(dtype)) != same
-
-
-def test_the_order_of_rows_counts() -> None:
-    rows = torch.arange(12).view(4, 3)
-    assert hash_of(rows) != hash_of(rows.flip(0))
-    assert hash_of(torch.tensor([0, 1])) != hash_of(torch.tensor([1, 0]))
-
-
-def test_tensors_larger_than_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(input_hash, "_CHUNK", 4)
-    tensor = torch.arange(18)
-    seen = {hash_of(tensor)}
-    for place in range(18):
-        other = tensor.clone()
-        other[place] += 1
-        seen.add(hash_of(other))
-    # The order of the pieces counts.
-    seen.add(hash_of(torch.cat([tensor[4:8], tensor[:4], tensor[8:]])))
-    assert len(seen) == 20
-    assert hash_of(torch.empty(0)) == 0
-    assert hash_of(torch.tensor(3)) != hash_of(torch.tensor(4))
 
 
 def batch(**changes: Any) -> dict[str, Any]:
@@ -124,23 +100,6 @@ def test_sparse_and_nested_tensors_are_compared() -> None:
         assert words(own, "never") == words(scaled, "never")
 
 
-def test_each_microbatch_of_a_function_is_compared() -> None:
-    rows = torch.arange(4)
-    one = InputHasher("first").of_step([{"ids": rows[:2]}, {"ids": rows[2:]}], is_first=False)
-    other = InputHasher("first").of_step([{"ids": rows[2:]}, {"ids": rows[:2]}], is_first=False)
-    assert one.different(other.words()) == (["ids"], [])
-
-
-def test_many_inputs_share_the_last_place() -> None:
-    names = [f"x{i:02}" for i in range(SLOTS + 3)]
-    ours = InputHashes(names, range(SLOTS + 3))
-    for place, found in ((0, names[:1]), (SLOTS - 2, names[SLOTS - 2 : SLOTS - 1]), (SLOTS + 1, names[SLOTS - 1 :])):
-        theirs = list(range(SLOTS + 3))
-        theirs[place] = -5
-        assert ours.different(InputHashes(names, theirs).words()) == (found, [])
-    assert len(ours.words()) == 2 * SLOTS
-
-
 def on_device(value: Any) -> torch.Tensor:
     """A hash as a device other than the CPU gives it."""
     return torch.tensor(hash_of(value))
@@ -163,18 +122,7 @@ def test_inputs_on_a_device_are_compared_a_step_later(monkeypatch: pytest.Monkey
     assert step(True, 5, 5) == ([], [])
 
 
-@pytest.mark.parametrize("count", [1, 1000, 70_000])
-def test_a_device_computes_the_same_hash(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(input_hash, "_CHUNK", 2**15)
-    torch.manual_seed(0)
-    tensor = torch.randint(-(2**62), 2**62, (count,))
-    expected = hash_of(tensor)
-    # As for words that are not on the CPU.
-    monkeypatch.setattr(input_hash, "_dot", lambda words, table: (words * table[: words.numel()]).sum())
-    assert int(hash_of(tensor)) == expected
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_changes_that_cancel_in_a_sum_change_the_hash_of_all_elements(dtype: torch.dtype) -> None:
     tensor = torch.arange(10_000).to(dtype)
     swapped = tensor.clone()

@@ -5,7 +5,6 @@ from collections import defaultdict
 
 import pytest
 
-from nxdpp.devices import graph_times
 from nxdpp.devices.graph_times import ClockInterval, GraphTimes, Samples
 
 # Of the clock since the epoch.
@@ -79,18 +78,6 @@ def test_a_graph_begins_when_the_one_before_it_has_ended(metrics: Metrics) -> No
     assert times.runs(start, times.mark()) == [ClockInterval(0, 30), ClockInterval(30, 50)]
 
 
-def test_compilations_are_apart_from_runs(metrics: Metrics) -> None:
-    times = _times(metrics)
-    start = times.mark()
-    metrics.compile(100, 101, 111)
-    middle = times.mark()
-    metrics.run(112, 120)
-    end = times.mark()
-
-    assert (times.compilations(start, end), times.compilations(middle, end)) == ([ClockInterval(0, 100)], [])
-    assert times.runs(start, end) == [ClockInterval(101, 111), ClockInterval(112, 120)]
-
-
 def test_a_graph_that_failed_does_not_shift_the_later_ones(metrics: Metrics) -> None:
     times = _times(metrics)
     metrics.counters["UncachedCompile"] += 1
@@ -98,53 +85,3 @@ def test_a_graph_that_failed_does_not_shift_the_later_ones(metrics: Metrics) -> 
     start = times.mark()
     metrics.run(10, 20)
     assert times.runs(start, times.mark()) == [ClockInterval(10, 20)]
-
-
-def test_times_are_read_before_torch_xla_drops_them(metrics: Metrics) -> None:
-    times = _times(metrics)
-    start = times.mark()
-    for at in range(3000):
-        metrics.run(at, at + 1)
-        metrics.wait()
-        times.mark()
-    assert len(times.runs(start, times.mark())) == 3000
-
-
-def test_old_times_are_dropped(metrics: Metrics, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(graph_times, "_MOST_KEPT", 10)
-    times = _times(metrics)
-    start = times.mark()
-    for at in range(30):
-        metrics.run(at, at + 1)
-    assert [span.start for span in times.runs(start, times.mark())] == list(range(20, 30))
-
-
-def test_cleared_metrics_begin_anew(metrics: Metrics) -> None:
-    times = _times(metrics)
-    for at in range(3):
-        metrics.run(at, at + 1)
-    times.end(times.mark())
-    metrics.counters.clear()
-    metrics.times.clear()
-    metrics.run(5, 6)
-    times.end(times.mark())
-    start = times.mark()
-    metrics.run(10, 20)
-    assert times.runs(start, times.mark()) == [ClockInterval(10, 20)]
-
-
-def test_a_graph_is_compiled_until_its_time_is_known_or_it_has_failed(metrics: Metrics) -> None:
-    times = _times(metrics)
-    assert not times.is_compiling()
-    metrics.counters["UncachedCompile"] += 1
-    assert times.is_compiling()
-    metrics.times["CompileTime"].append((1.0, 1.0))
-    assert not times.is_compiling()
-
-    # It fails before torch_xla takes its time.
-    metrics.counters["UncachedCompile"] += 1
-    assert times.is_compiling()
-    times.settle()
-    assert not times.is_compiling()
-    metrics.counters["UncachedCompile"] += 1
-    assert times.is_compiling()

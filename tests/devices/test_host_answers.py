@@ -1,7 +1,5 @@
 """Answers of the host are those of the device, and follow from the step's inputs alone."""
 
-import copy
-import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -73,18 +71,6 @@ def test_answers_are_those_of_the_device_and_nothing_is_drawn_on_the_host() -> N
         assert answer is of_device, name
         assert waited is QUESTIONS[name][1], name
         assert not moved, name
-
-
-def test_a_tensor_with_answers_can_be_written() -> None:
-    notes: list[Callable[[torch.Tensor], None]] = [
-        lambda each: note_host_copy(each, each),
-        lambda each: note_inputs([each]),
-    ]
-    for note in notes:
-        tensor = torch.arange(3)
-        note(tensor)
-        assert torch.equal(pickle.loads(pickle.dumps(tensor)), tensor)
-        assert torch.equal(copy.deepcopy(tensor), tensor)
 
 
 def asked_of_inputs(rank: int) -> list[int]:

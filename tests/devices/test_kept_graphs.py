@@ -1,6 +1,5 @@
 """A process keeps its graphs in one folder, which it is given before its first computation."""
 
-import logging
 from pathlib import Path
 
 import pytest
@@ -47,19 +46,3 @@ def test_a_folder_that_torch_xla_cannot_take_is_refused(tmp_path: Path, monkeypa
         other.kept.keep_in(tmp_path / "cache")
     assert (late.folders, other.folders, cpu.folders) == ([], [], [])
     assert not (tmp_path / "cache").exists()
-
-
-def test_a_device_that_cannot_load_a_graph_warns_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    torch_xla = _TorchXla()
-    torch_xla.failures = 1
-    with caplog.at_level(logging.WARNING):
-        torch_xla.kept.check()
-        torch_xla.kept.keep_in(tmp_path)
-        torch_xla.failures = 0
-        torch_xla.kept.check()
-        assert not caplog.records
-        torch_xla.failures = 2
-        torch_xla.kept.check()
-        torch_xla.kept.check()
-    (record,) = caplog.records
-    assert "TPU device cannot load the graphs that it has written there" in record.getMessage()

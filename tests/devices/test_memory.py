@@ -40,12 +40,6 @@ def test_the_most_memory_of_this_process_does_not_fall() -> None:
     assert after >= 1 << 28
 
 
-def test_the_free_memory_of_a_host_is_below_its_whole(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(memory, "_GROUPS", tmp_path)
-    whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    assert 0 < memory.free_host_memory() < whole
-
-
 def test_the_limit_of_a_control_group_counts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(memory, "_GROUPS", tmp_path)
     (tmp_path / "memory.max").write_text("1000\n")

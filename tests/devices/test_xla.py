@@ -22,15 +22,6 @@ def test_the_device_of_the_process(monkeypatch: pytest.MonkeyPatch, caplog: pyte
     assert xla.XlaDevice(torch.device("xla", 0)).kind == "xla (NEURON)"
 
 
-def test_a_default_is_told(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    FakeXla().install(monkeypatch)
-    with caplog.at_level(logging.WARNING):
-        xla.start(None, None)
-    assert caplog.messages == [
-        "device='xla' is PJRT's CPU, by default, as PJRT_DEVICE is not set; the ranks communicate over gloo"
-    ]
-
-
 def test_no_torch_xla(monkeypatch: pytest.MonkeyPatch) -> None:
     FakeXla(import_error=ModuleNotFoundError("No module named 'torch_xla'", name="torch_xla")).install(monkeypatch)
     with pytest.raises(RuntimeError, match=re.escape("device='xla': torch_xla is not installed. Install")) as raised:
@@ -50,7 +41,6 @@ def test_a_torch_xla_that_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     "error",
     [
         RuntimeError("No PjRtPlugin registered for: TPUS. Make sure\nMore."),
-        OSError("libtpu not found"),
         ModuleNotFoundError("No module named 'libneuronxla'", name="libneuronxla"),
     ],
 )
@@ -72,14 +62,3 @@ def test_each_local_rank_needs_a_chip_of_a_tpu(monkeypatch: pytest.MonkeyPatch) 
     # The remedy.
     monkeypatch.setenv("TPU_VISIBLE_CHIPS", "1")
     assert xla.start(1, 4).type == "xla"
-
-
-def test_steps_of_optimizers_on_the_cpu_submit_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    # This torch_xla has no function to submit.
-    FakeXla().install(monkeypatch, "CPU")
-    xla.start(0, 1)
-    parameter = torch.nn.Parameter(torch.ones(2))
-    parameter.grad = torch.ones(2)
-    torch.optim.SGD([parameter], lr=0.5).step()
-    assert parameter.tolist() == [0.5, 0.5]
-    torch.optim.SGD([torch.nn.Parameter(torch.ones(0))]).step()

@@ -35,7 +35,6 @@ def _average_over_replicas(parameters: Iterable[nn.Parameter]) -> None:
 
 def _average(rank: int, missing: dict[int, list[int]], bucket_bytes: int) -> tuple[list[torch.Tensor | None], int]:
     """The averaged gradients and the number of all-reduces; those in ``missing[rank]`` were None before."""
-    parallel_state.initialize_model_parallel()
     parameters = _parameters(14)
     for index, parameter in enumerate(parameters):
         if index not in missing.get(rank, []):
@@ -65,39 +64,28 @@ def _compare(results: list[Any], missing: dict[int, list[int]]) -> None:
             torch.testing.assert_close(gradient.double(), expected, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize(("bucket_bytes", "all_reduces"), [(1, 15), (2**20, 4)])
-def test_the_mean_of_several_dtypes_in_few_and_many_buckets(bucket_bytes: int, all_reduces: int) -> None:
-    results = run_ranks(3, _average, {}, bucket_bytes)
-    _compare(results, {})
-    # One for the flags, then one for each dtype or for each gradient.
-    assert [count for _, count in results] == [all_reduces] * 3
+MISSING = {0: [0, 3, 9], 1: [3, 4, 9, 13], 2: list(range(14))}
 
 
-@pytest.mark.parametrize("bucket_bytes", [64, 2**20])
-def test_a_missing_gradient_counts_as_zeros_and_stays_none_only_if_missing_everywhere(
-    bucket_bytes: int,
-) -> None:
-    missing = {0: [0, 3, 9], 1: [3, 4, 9, 13], 2: list(range(14))}
-    results = run_ranks(3, _average, missing, bucket_bytes)
-    _compare(results, missing)
-    assert results[2][0][3] is results[2][0][9] is None
-    assert results[2][0][5] is not None
-
-
-def _average_none(rank: int) -> list[torch.Tensor | None]:
+def _averages(rank: int) -> list[tuple[list[torch.Tensor | None], int]]:
     parallel_state.initialize_model_parallel()
-    parameters = _parameters(3)
-    _average_over_replicas(parameters)
-    _average_over_replicas([])
-    return [parameter.grad for parameter in parameters]
+    return [_average(rank, missing, bucket) for missing in ({}, MISSING) for bucket in (1, 2**20)]
 
 
-def test_no_gradients_at_all_and_no_parameters() -> None:
-    assert run_ranks(2, _average_none) == [[None] * 3] * 2
+def test_the_mean_of_several_dtypes_in_few_and_many_buckets() -> None:
+    """A missing gradient counts as zeros, and stays None only if it is missing everywhere."""
+    many, few, missing, missing_in_few = zip(*run_ranks(3, _averages), strict=True)
+    for results in (many, few):
+        _compare([*results], {})
+    # One for the flags, then one for each dtype or for each gradient.
+    assert [count for _, count in (*many, *few)] == [15] * 3 + [4] * 3
+    for results in (missing, missing_in_few):
+        _compare([*results], MISSING)
+        assert results[2][0][3] is results[2][0][9] is None
+        assert results[2][0][5] is not None
 
 
 def _frozen_and_transposed(rank: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    parallel_state.initialize_model_parallel()
     frozen = nn.Parameter(torch.zeros(2), requires_grad=False)
     transposed = nn.Parameter(torch.zeros(2, 3))
     transposed.grad = torch.full((3, 2), float(rank)).t()
@@ -105,15 +93,7 @@ def _frozen_and_transposed(rank: int) -> tuple[torch.Tensor | None, torch.Tensor
     return frozen.grad, transposed.grad
 
 
-def test_frozen_parameters_are_skipped_and_strides_do_not_matter() -> None:
-    for frozen, transposed in run_ranks(2, _frozen_and_transposed):
-        assert frozen is None
-        assert transposed is not None
-        assert torch.equal(transposed, torch.full((2, 3), 0.5))
-
-
 def _large(rank: int) -> list[float]:
-    parallel_state.initialize_model_parallel()
     alone, first, second = (nn.Parameter(torch.zeros(2, dtype=torch.float16)) for _ in range(3))
     for parameter in (alone, first, second):
         parameter.grad = torch.full((2,), 60000.0, dtype=torch.float16)
@@ -152,7 +132,21 @@ def test_other_gradients_on_a_replica_are_an_error() -> None:
         run_ranks(2, _other_lists)
 
 
-def _large_and_given(rank: int) -> list[float]:
+def _sparse(rank: int) -> None:
+    embedding = nn.Embedding(4, 2, sparse=True)
+    embedding(torch.tensor([1])).sum().backward()
+    with pytest.raises(ValueError, match=r"shape \(4, 2\).*sparse=False"):
+        _average_over_replicas(embedding.parameters())
+
+
+def _special(rank: int) -> list[float]:
+    parallel_state.initialize_model_parallel()
+    frozen, transposed = _frozen_and_transposed(rank)
+    assert frozen is None
+    assert transposed is not None
+    assert torch.equal(transposed, torch.full((2, 3), 0.5))
+    _average_over_replicas([])
+    _sparse(rank)
     found = _large(rank)
     _given(rank)
     return found
@@ -160,45 +154,5 @@ def _large_and_given(rank: int) -> list[float]:
 
 @pytest.mark.cpu_only("the fake accelerator has no sparse tensors")
 def test_a_mean_within_float16_whose_sum_is_not() -> None:
-    assert run_ranks(2, _large_and_given) == [[60000.0] * 3] * 2
-
-
-def _within_data_groups(rank: int) -> float:
-    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
-    parameter = nn.Parameter(torch.zeros(1))
-    parameter.grad = torch.tensor([float(rank)])
-    _average_over_replicas([parameter])
-    return parameter.grad.item()
-
-
-def test_only_the_groups_own_ranks_are_averaged() -> None:
-    assert run_ranks(4, _within_data_groups) == [0.5, 0.5, 2.5, 2.5]
-
-
-def _alone(rank: int) -> tuple[torch.Tensor | None, int]:
-    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
-    parameter = nn.Parameter(torch.zeros(3))
-    parameter.grad = torch.arange(3.0) + rank
-    with mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as all_reduce:
-        _average_over_replicas([parameter])
-    return parameter.grad, all_reduce.call_count
-
-
-def test_a_group_of_one_sends_nothing() -> None:
-    for rank, (gradient, count) in enumerate(run_ranks(2, _alone)):
-        assert gradient is not None
-        assert torch.equal(gradient, torch.arange(3.0) + rank)
-        assert count == 0
-
-
-def _sparse(rank: int) -> None:
-    parallel_state.initialize_model_parallel()
-    embedding = nn.Embedding(4, 2, sparse=True)
-    embedding(torch.tensor([1])).sum().backward()
-    with pytest.raises(ValueError, match=r"shape \(4, 2\).*sparse=False"):
-        _average_over_replicas(embedding.parameters())
-
-
-@pytest.mark.cpu_only("the fake accelerator has no sparse tensors")
-def test_sparse_gradients_are_refused() -> None:
-    run_ranks(2, _sparse)
+    """Frozen, transposed, sparse and given gradients too."""
+    assert run_ranks(2, _special) == [[60000.0] * 3] * 2

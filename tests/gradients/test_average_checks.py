@@ -116,13 +116,6 @@ def train(rank: int) -> None:
     warm_up.step()
     with pytest.raises(RuntimeError, match=r"after step 2 of AdamW: .*or take one that averages"):
         optimizer.step()
-    # The first of two optimizers averages.
-    wrapped = NxDPPModel(make("llama", layers=2), num_microbatches=1, use_zero1_optimizer=True)
-    parameters = list(wrapped.parameters())
-    wrapped.run_train(**own)
-    Averaging(parameters[:1], lr=0.1).step()
-    with pytest.raises(RuntimeError, match=r"after step 1 of SGD: .*or take one that averages"):
-        torch.optim.SGD(parameters[1:], lr=0.1).step()
     left_out_averages(own)
     # The remedy.
     wrapped = NxDPPModel(make("llama", layers=2), num_microbatches=1, use_zero1_optimizer=False)

@@ -4,7 +4,6 @@ from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -43,14 +42,6 @@ def equal(found: list[torch.Tensor | None], expected: Callable[[int], torch.Tens
     assert all(each is not None and torch.equal(each, expected(index)) for index, each in enumerate(found))
 
 
-def sums_and_means(rank: int) -> None:
-    equal(reduced(parameters(rank), mean=False), lambda index: gradient(0, index) + gradient(1, index))
-    equal(reduced(parameters(rank)), lambda index: gradient(0, index) / 2 + gradient(1, index) / 2)
-    twice = parameters(rank)
-    reduced([*twice, twice[0]], mean=False)
-    equal([twice[0].grad], lambda index: gradient(0, index) + gradient(1, index))
-
-
 def hooks(rank: int) -> None:
     seen: list[tuple[str, int]] = []
 
@@ -78,35 +69,6 @@ def hooks(rank: int) -> None:
     reduced(own, before=[lambda flat: before.append(flat[0].item())])
     assert before == [gradient(rank, 0)[0, 0].item()]
     equal([own[0].grad], lambda index: gradient(0, index) / 2 + gradient(1, index) / 2)
-
-
-def missing_ones(rank: int) -> None:
-    found = reduced(parameters(rank, (1, 3) if rank else (1,)), mean=False)
-    assert found[1] is None
-    assert found[3] is not None
-    assert torch.equal(found[3], gradient(0, 3))
-    frozen = parameters(rank)
-    frozen[0].requires_grad_(False)
-    assert torch.equal(reduced(frozen)[0], gradient(rank, 0))  # type: ignore[arg-type]  # it has one
-    reduced([])
-
-
-def other_means(rank: int) -> None:
-    parallel_state.initialize_model_parallel()
-    with pytest.raises(ValueError, match="bucket_bytes must be at least 1, not 0"):
-        reduced(parameters(rank), bucket_bytes=0)
-    reduced(parameters(rank), mean=rank == 0)
-
-
-def other_parameters(rank: int) -> None:
-    parallel_state.initialize_model_parallel()
-    reduced(parameters(rank)[rank:])
-
-
-@pytest.mark.parametrize(("differ", "counts"), [(other_means, "6 to 6"), (other_parameters, "5 to 6")])
-def test_other_parameters_and_means_on_a_rank_are_an_error(differ: Callable[[int], None], counts: str) -> None:
-    with pytest.raises(AssertionError, match=rf"give reduce_gradients other parameters, {counts} of them.* same order"):
-        run_ranks(2, differ)
 
 
 def overlapped_sum(rank: int) -> None:
@@ -193,9 +155,7 @@ def test_where_a_wait_stops_a_stream_all_replicas_start_and_wait_in_one_order() 
 
 def cases(rank: int) -> None:
     parallel_state.initialize_model_parallel()
-    sums_and_means(rank)
     hooks(rank)
-    missing_ones(rank)
     with mock.patch.object(buckets, "BUCKET_BYTES", 40):
         overlapped_sum(rank)
 

@@ -13,13 +13,12 @@ from nxdpp import NxDPPModel, parallel_state
 from tests.support.models import VOCABULARY, llama
 from tests.support.run_ranks import run_ranks
 
-STEPS = 6
+STEPS = 5
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "stages": (2, {"pipeline_model_parallel_size": 2}),
     "replicas": (2, {}),
     "tensor": (2, {"tensor_model_parallel_size": 2}),
     "both": (4, {"pipeline_model_parallel_size": 2}),
-    "four stages": (4, {"pipeline_model_parallel_size": 4}),
 }
 
 
@@ -77,28 +76,14 @@ REPLICA = r"stepped after {} training steps on a rank, and after {} on another .
 TENSOR = (
     r"stepped after \d training steps? on tensor-parallel rank 0 .* after \d on tensor-parallel rank 1 .*Call optim"
 )
-MISTAKES: dict[str, tuple[Make, When, When, dict[str, str]]] = {
-    "rates": (other_rate, always, always, dict.fromkeys(LAYOUTS, RATES)),
-    "a scheduler on one rank": (parts, always, on_rank_0, dict.fromkeys(LAYOUTS, SCHEDULE)),
-    "no step on one rank": (
-        parts,
-        on_rank_0,
-        always,
-        {
-            **dict.fromkeys(("stages", "four stages"), STAGE),
-            **{"replicas": REPLICA.format(0, 1), "tensor": TENSOR, "both": "an optimizer has stepped"},
-        },
-    ),
-    "a step left out": (
-        parts,
-        until_3,
-        always,
-        {
-            **dict.fromkeys(("stages", "four stages"), STAGE),
-            **{"replicas": REPLICA.format(3, 4), "tensor": TENSOR, "both": "an optimizer has stepped"},
-        },
-    ),
-}
+MISTAKES: list[tuple[str, Make, When, When, str]] = [
+    ("stages", other_rate, always, always, RATES),
+    ("replicas", parts, always, on_rank_0, SCHEDULE),
+    ("stages", parts, on_rank_0, always, STAGE),
+    ("tensor", parts, until_3, always, TENSOR),
+    ("both", parts, on_rank_0, always, "an optimizer has stepped"),
+    ("replicas", parts, until_3, always, REPLICA.format(3, 4)),
+]
 
 
 def train(rank: int, layout: str, make: Make, steps: When, schedules: When) -> int:
@@ -114,11 +99,9 @@ def train(rank: int, layout: str, make: Make, steps: When, schedules: When) -> i
     return STEPS
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("name", MISTAKES)
-def test_a_mistake_of_one_rank_is_named(name: str, layout: str) -> None:
-    make, steps, schedules, words = MISTAKES[name]
-    with pytest.raises(AssertionError, match=words[layout]):
+@pytest.mark.parametrize(("layout", "make", "steps", "schedules", "words"), MISTAKES)
+def test_a_mistake_of_one_rank_is_named(layout: str, make: Make, steps: When, schedules: When, words: str) -> None:
+    with pytest.raises(AssertionError, match=words):
         run_ranks(LAYOUTS[layout][0], train, layout, make, steps, schedules)
 
 
@@ -135,17 +118,12 @@ def train_once(rank: int, layout: str, make: Make, clips: bool) -> None:
 CLIPS = r"clip_grad_norm_ last had max_norm=0\.5, .*had max_norm=1, .*Clip on every rank, by the same numbers"
 
 
-@pytest.mark.parametrize(("make", "clips", "words"), [(other_rate, False, RATES), (parts, True, CLIPS)])
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    ("layout", "make", "clips", "words"), [("replicas", other_rate, False, RATES), ("stages", parts, True, CLIPS)]
+)
 def test_other_numbers_are_refused_in_a_training_of_one_step(layout: str, make: Make, clips: bool, words: str) -> None:
     with pytest.raises(AssertionError, match=words):
         run_ranks(LAYOUTS[layout][0], train_once, layout, make, clips)
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("make", [parts, by_layer])
-def test_equal_options_and_rates_by_layer_train(make: Make, layout: str) -> None:
-    assert run_ranks(LAYOUTS[layout][0], train, layout, make, always, always) == [STEPS] * LAYOUTS[layout][0]
 
 
 def clip_to(model: Any, first: Callable[[int], float | None]) -> None:
@@ -160,10 +138,6 @@ def clip_to(model: Any, first: Callable[[int], float | None]) -> None:
         optimizer.zero_grad()
 
 
-def half_on_others(rank: int) -> float:
-    return 0.5 if rank else 1.0
-
-
 def in_the_first_replica(rank: int) -> float | None:
     return None if rank > 1 else 1.0
 
@@ -173,31 +147,18 @@ def alike(rank: int) -> float:
 
 
 ONE_REPLICA = r"is in clip_grad_norm \(.* and .* in run_train step 2 .* same calls in every data-parallel replica"
-CLIPPED: list[tuple[str, Callable[[int], float | None], str]] = [
-    ("stages", half_on_others, r"had max_norm=0\.5, norm_type=2 on rank 1 .* had max_norm=1, norm_type=2 on rank 0"),
-    ("both", half_on_others, r"had max_norm=0\.5, norm_type=2 on rank \d .* had max_norm=1, norm_type=2 on rank 0"),
-    ("both", in_the_first_replica, ONE_REPLICA),
-]
 
 
 def clip(rank: int, layout: str, first: Callable[[int], float | None]) -> None:
     clip_to(wrapped(layout), first)
 
 
-@pytest.mark.parametrize(("layout", "first", "words"), CLIPPED)
-def test_gradients_that_ranks_clip_to_other_norms_are_named(
-    layout: str, first: Callable[[int], float | None], words: str
-) -> None:
-    with pytest.raises(AssertionError, match=words):
-        run_ranks(LAYOUTS[layout][0], clip, layout, first)
+def test_a_replica_that_alone_clips_is_named() -> None:
+    with pytest.raises(AssertionError, match=ONE_REPLICA):
+        run_ranks(4, clip, "both", in_the_first_replica)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_gradients_that_all_ranks_clip_alike_train(layout: str) -> None:
-    run_ranks(LAYOUTS[layout][0], clip, layout, alike)
-
-
-def train_head_alone(rank: int, stages: int, freezes: bool) -> list[str]:
+def train_head_alone(stages: int, freezes: bool) -> list[str]:
     """Train the last stage only, and return the warnings: the other ranks have no optimizer, and so no step to make."""
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=stages, hang_timeout=60)
     told: list[str] = []
@@ -215,17 +176,21 @@ def train_head_alone(rank: int, stages: int, freezes: bool) -> list[str]:
         if optimizer is not None:
             optimizer.step()
         model.zero_grad()
+    parallel_state.destroy_model_parallel()
     return told
 
 
-@pytest.mark.parametrize(("stages", "untrained"), [(2, "0"), (4, "0, 1, 2")])
-def test_stages_that_no_optimizer_trains_are_named_once(stages: int, untrained: str) -> None:
-    (warning,), *others = run_ranks(stages, train_head_alone, stages, False)
-    assert f"no optimizer has parameters of pipeline rank {untrained}, which require gradients" in warning
-    assert f"an optimizer steps those of pipeline rank {stages - 1}. " in warning
+def heads(rank: int) -> list[list[str]]:
+    return [train_head_alone(2, freezes) for freezes in (False, True)]
+
+
+def test_stages_that_no_optimizer_trains_are_named_once() -> None:
+    ((warning,), none), last = run_ranks(2, heads)
+    assert "no optimizer has parameters of pipeline rank 0, which require gradients" in warning
+    assert "an optimizer steps those of pipeline rank 1. " in warning
     assert "requires_grad_(False)" in warning
-    assert others == [[]] * (stages - 1)
-    assert run_ranks(stages, train_head_alone, stages, True) == [[]] * stages
+    assert none == []
+    assert last == [[], []]
 
 
 def train_parts(rank: int, pipeline: int, alternately: bool, everywhere: bool) -> int:
@@ -240,19 +205,14 @@ def train_parts(rank: int, pipeline: int, alternately: bool, everywhere: bool) -
     # Rates are compared in the first step, before steps are.
     made = [(low, 0.1), (high, 0.2 if everywhere or not alternately else 0.1)]
     optimizers = [torch.optim.AdamW([{"params": own}], lr=rate) if own or everywhere else None for own, rate in made]
-    for number in range(9):
+    for number in range(5):
         step(model, number)
         for optimizer in optimizers if not alternately else optimizers[number % 2 : number % 2 + 1]:
             if optimizer is not None:
                 optimizer.step()
         model.zero_grad()
+    parallel_state.destroy_model_parallel()
     return model.local_module is not None
-
-
-@pytest.mark.parametrize("alternately", [False, True], ids=["together", "alternately"])
-@pytest.mark.parametrize(("ranks", "pipeline"), [(2, 2), (4, 4), (4, 2)], ids=["2", "4", "replicas"])
-def test_optimizers_of_parts_have_rates_of_their_own(ranks: int, pipeline: int, alternately: bool) -> None:
-    assert run_ranks(ranks, train_parts, pipeline, alternately, True) == [True] * ranks
 
 
 @pytest.mark.parametrize(
@@ -292,6 +252,18 @@ def freeze_between(rank: int, layout: str) -> Any:
     return (own / 2 - averaged).abs().max().item()
 
 
-@pytest.mark.parametrize("layout", ["replicas", "both"])
-def test_replicas_refuse_a_parameter_that_is_frozen_between(layout: str) -> None:
-    assert max(run_ranks(LAYOUTS[layout][0], freeze_between, layout)) < 1e-6
+def what_is_alike(rank: int) -> float:
+    """Equal options, rates by layer, clipping, and optimizers of parts; return the distance of a frozen gradient."""
+    for layout in ("stages", "replicas", "tensor"):
+        train(rank, layout, by_layer, always, always)
+        parallel_state.destroy_model_parallel()
+        clip(rank, layout, alike)
+        parallel_state.destroy_model_parallel()
+    for alternately in (False, True):
+        train_parts(rank, 2, alternately, True)
+    return freeze_between(rank, "replicas")  # type: ignore[no-any-return]
+
+
+def test_ranks_that_do_alike_train() -> None:
+    """A parameter of replicas that is frozen between is refused."""
+    assert max(run_ranks(2, what_is_alike)) < 1e-6

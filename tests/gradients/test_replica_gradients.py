@@ -4,7 +4,6 @@ import io
 import logging
 import re
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +12,6 @@ import torch.distributed as dist
 from torch import nn
 
 from nxdpp import NxDPPModel, parallel_state
-from nxdpp.gradients.replica_gradients import ReplicaGradients
 from nxdpp.ranks import current_state
 from nxdpp.ranks.faults import failure_watch
 from nxdpp.ranks.group_values import from_rank_0
@@ -21,24 +19,6 @@ from nxdpp.ranks.transfer_groups import own_group
 from tests.pipeline.after_wrapping.scripts import Layer, Plain, batch
 from tests.support.models import make, padded_batch
 from tests.support.run_ranks import run_ranks
-
-
-def test_an_error_at_the_end_of_the_average_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A program may catch the error: without a report the other replicas would wait, or take later messages for it."""
-
-    def finish() -> None:
-        raise ArithmeticError("no average")
-
-    monkeypatch.setattr("nxdpp.gradients.replica_gradients.parallel_state.get_data_parallel_size", lambda: 2)
-    part: Any = SimpleNamespace(module=nn.Linear(2, 2))
-    overlapped: Any = SimpleNamespace(finish=finish)
-    replicas = ReplicaGradients(part, exchanges=part)
-    replicas._overlapped = overlapped
-    reported: list[BaseException] = []
-    monkeypatch.setattr(failure_watch, "report", reported.append)
-    with pytest.raises(ArithmeticError) as caught:
-        replicas.finish()
-    assert reported == [caught.value]
 
 
 def step_in_a_hook(model: NxDPPModel, step: int) -> None:
@@ -68,13 +48,6 @@ def reset_alike(model: NxDPPModel, step: int) -> None:
         reset(model, 0)
 
 
-def reset_after_refresh(model: NxDPPModel, step: int) -> None:
-    if step == 5:
-        model.refresh()
-    if step == 6:
-        reset(model, dist.get_rank())
-
-
 def train(change: Callable[[NxDPPModel, int], None]) -> tuple[int, str]:
     """Train 8 steps with ``change`` before each; return the number of steps, and the error."""
     torch.manual_seed(0)
@@ -93,18 +66,18 @@ def train(change: Callable[[NxDPPModel, int], None]) -> tuple[int, str]:
 
 
 def replicas_that_go_apart(rank: int) -> list[tuple[int, str]]:
-    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
+    parallel_state.initialize_model_parallel()
     # All ranks raise the same error here: the process can train the next model.
     vars(failure_watch)["report"] = lambda error: None
-    return [train(each) for each in (step_in_a_hook, reset_by_replica, reset_after_refresh, reset_alike)]
+    return [train(each) for each in (step_in_a_hook, reset_by_replica, reset_alike)]
 
 
 def test_replicas_are_compared_in_steps_1_2_4_8() -> None:
-    for found in run_ranks(4, replicas_that_go_apart):
-        assert [step for step, _ in found] == [2, 4, 6, 8]
+    for found in run_ranks(2, replicas_that_go_apart):
+        assert [step for step, _ in found] == [2, 4, 8]
         *messages, none = (message for _, message in found)
         assert none == "", "the remedy works"
-        for message, ago in zip(messages, ("1 step ago", "2 steps ago", "1 step ago"), strict=True):
+        for message, ago in zip(messages, ("1 step ago", "2 steps ago"), strict=True):
             assert re.search(
                 r"data-parallel rank 1 \(rank \d\) has other parameters than data-parallel rank 0", message
             )
@@ -140,7 +113,7 @@ def step_left_out(model: NxDPPModel) -> str:
 def warnings_of(rank: int) -> tuple[list[str], str]:
     printed = io.StringIO()
     logging.getLogger("nxdpp").addHandler(logging.StreamHandler(printed))
-    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
+    parallel_state.initialize_model_parallel()
     compare_on_hosts()
     replica = parallel_state.get_data_parallel_rank()
     found = []
@@ -165,24 +138,9 @@ def without_labels(text: str) -> str:
 
 
 def test_one_rank_tells_once_of_replicas_with_the_same_batch() -> None:
-    found, left_out = zip(*run_ranks(4, warnings_of), strict=True)
+    found, left_out = zip(*run_ranks(2, warnings_of), strict=True)
     own, *same = (without_labels("".join(texts)) for texts in zip(*found, strict=True))
     assert own == ""
     for each in same:
         assert each.count("all 2 data-parallel replicas have the same batch") == each.count("\n") == 1
     assert all("have different parameters after a step of SGD" in each for each in left_out)
-
-
-def test_an_error_of_the_comparison_of_batches_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: Any) -> None:
-        raise ArithmeticError("no comparison")
-
-    monkeypatch.setattr("nxdpp.gradients.replica_gradients.parallel_state.get_data_parallel_size", lambda: 2)
-    monkeypatch.setattr("nxdpp.gradients.replica_gradients.warn_of_equal_batches", fail)
-    monkeypatch.setattr(ReplicaGradients, "_compare", lambda *_: None)
-    part: Any = SimpleNamespace(module=nn.Linear(2, 2), compared=SimpleNamespace(lines=list), begin=lambda *_: None)
-    reported: list[BaseException] = []
-    monkeypatch.setattr(failure_watch, "report", reported.append)
-    with pytest.raises(ArithmeticError) as caught:
-        ReplicaGradients(part, exchanges=part).verify()
-    assert reported == [caught.value]

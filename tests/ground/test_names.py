@@ -40,7 +40,7 @@ def test_no_code_of_another_library_is_replaced_or_built() -> None:
     wrong = [
         f"{path.relative_to(ROOT)}:{node.lineno}"
         for path in _sources()
-        for node in ast.walk(_tree(path))
+        for node in _nodes(path)
         if (isinstance(node, ast.Attribute) and node.attr == "__code__" and isinstance(node.ctx, ast.Store))
         or (
             isinstance(node, ast.Call)
@@ -71,9 +71,15 @@ def _sources() -> list[Path]:
     return [path for path in paths if "ground" not in path.relative_to(ROOT).parts]
 
 
+_KINDS = (
+    *(ast.Attribute, ast.Call, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Name),
+    *(ast.ImportFrom, ast.Import, ast.Constant),
+)
+
+
 @cache
-def _tree(path: Path) -> ast.Module:
-    return ast.parse(path.read_text())
+def _nodes(path: Path) -> list[ast.AST]:
+    return [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, _KINDS)]
 
 
 @cache
@@ -81,7 +87,7 @@ def _own_names() -> set[str]:
     """Names that classes, functions, attributes and variables of nxdpp have."""
     found: set[str] = set()
     for path in _sources():
-        for node in ast.walk(_tree(path)):
+        for node in _nodes(path):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
                 found.add(node.name)
             elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
@@ -102,7 +108,7 @@ LISTED = {each.name for each in NAMES if isinstance(each, PrivateAttribute)}
 
 
 def _private_names(path: Path) -> Iterator[tuple[str, int]]:
-    for node in ast.walk(_tree(path)):
+    for node in _nodes(path):
         if isinstance(node, ast.Attribute) and _is_private(node.attr) and not _is_own(node):
             if node.attr in LISTED or node.attr not in _own_names() | DOCUMENTED:
                 yield ast.unparse(node), node.lineno

@@ -1,5 +1,9 @@
-"""Train a small Llama, and call features, where private names have gone. Usage: trained_without.py [PATH ...]"""
+"""Train a small Llama, and call features, where private names have gone. Usage: trained_without.py [PATH ...]
 
+nxdpp is imported after they have gone.
+"""
+
+import json
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -26,19 +30,15 @@ class _Gone(PrivateAttribute):
         raise self.gone()
 
 
-if __name__ == "__main__":
-    for each in tables():
-        if each.path in sys.argv[1:]:
-            vars(each).pop("of", None)
-            each.__class__ = _Gone
-
+def results() -> dict[str, str]:
+    """Return the loss after two steps, and what each feature does."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
     import nxdpp
 
     config = LlamaConfig(
-        vocab_size=32, hidden_size=16, intermediate_size=16, num_attention_heads=2, num_hidden_layers=4
+        vocab_size=32, hidden_size=16, intermediate_size=16, num_attention_heads=2, num_hidden_layers=2
     )
     nxdpp.parallel_state.initialize_model_parallel()
     torch.manual_seed(0)
@@ -50,7 +50,7 @@ if __name__ == "__main__":
         model.clip_grad_norm_(1.0)
         optimizer.step()
         optimizer.zero_grad()
-    print("loss", float(loss or 0))
+    found = {"loss": str(float(loss or 0))}
     folder = tempfile.mkdtemp()
     features: dict[str, Callable[[], object]] = {
         "save_checkpoint": lambda: nxdpp.save_checkpoint(folder, tag="a", model=model, optimizer=optimizer),
@@ -63,6 +63,15 @@ if __name__ == "__main__":
     for feature, call in features.items():
         try:
             call()
-            print(feature, "works")
+            found[feature] = "works"
         except NameGoneError as error:
-            print(feature, "refused:", error)
+            found[feature] = f"refused: {error}"
+    return found
+
+
+if __name__ == "__main__":
+    for each in tables():
+        if each.path in sys.argv[1:]:
+            vars(each).pop("of", None)
+            each.__class__ = _Gone
+    print(json.dumps(results()))

@@ -10,16 +10,10 @@ from typing import Any
 
 import pytest
 from transformers import (
-    ASTConfig,
     BeitConfig,
-    BertConfig,
-    GPT2Config,
     PreTrainedConfig,
-    Speech2TextConfig,
     T5Config,
     Wav2Vec2Config,
-    WhisperConfig,
-    XLNetConfig,
 )
 
 from nxdpp.__main__ import main
@@ -68,8 +62,11 @@ def _plan(*arguments: str) -> int:
     return main(["plan", *arguments, "--num-microbatches", "4"])
 
 
-def test_llama_70b_needs_no_memory_for_its_weights(tmp_path: Path) -> None:
-    command = ["plan", _write(tmp_path, LLAMA_70B), "--pipeline-parallel-size", "8", "--num-microbatches", "16"]
+def test_llama_405b_needs_no_memory_for_its_weights(tmp_path: Path) -> None:
+    config = llama_3_1_405b()
+    config.architectures = ["LlamaForCausalLM"]
+    config.save_pretrained(tmp_path)
+    command = ["plan", str(tmp_path), "--pipeline-parallel-size", "8", "--num-microbatches", "16"]
     ended = subprocess.run(
         [sys.executable, "-c", MEASURE, *command, "--seq-length", "4096"],
         capture_output=True,
@@ -79,21 +76,17 @@ def test_llama_70b_needs_no_memory_for_its_weights(tmp_path: Path) -> None:
 
     assert ended.returncode == 0, ended.stderr
     assert [row[0] for row in _rows(ended.stdout)] == [*map(str, range(8))]
-    assert "parameters: 70,553,706,496\n" in ended.stdout
+    assert "parameters: 405,853,388,800\n" in ended.stdout
     assert int(ended.stdout.split()[-1]) < 1.5 * 2**20
 
 
 @pytest.mark.parametrize(
     ("config", "model"),
     [
-        (GPT2Config(n_layer=4, n_embd=64, n_head=4), "GPT2LMHeadModel"),
-        (BertConfig(num_hidden_layers=4, hidden_size=64, num_attention_heads=4), "BertForMaskedLM"),
-        (BertConfig(num_hidden_layers=4, hidden_size=64, num_attention_heads=4, is_decoder=True), "BertLMHeadModel"),
-        (BeitConfig(num_hidden_layers=4, hidden_size=64, num_attention_heads=4), "BeitForImageClassification"),
-        (ASTConfig(num_hidden_layers=4, hidden_size=64, num_attention_heads=4), "ASTForAudioClassification"),
+        (BeitConfig(num_hidden_layers=2, hidden_size=64, num_attention_heads=4), "BeitForImageClassification"),
         (
             Wav2Vec2Config(
-                num_hidden_layers=4,
+                num_hidden_layers=2,
                 hidden_size=64,
                 num_attention_heads=4,
                 conv_dim=(64,) * 7,
@@ -104,28 +97,14 @@ def test_llama_70b_needs_no_memory_for_its_weights(tmp_path: Path) -> None:
             "Wav2Vec2ForSequenceClassification",
         ),
         (
-            WhisperConfig(
-                encoder_layers=2,
-                decoder_layers=2,
-                d_model=64,
-                encoder_attention_heads=4,
-                decoder_attention_heads=4,
-                pad_token_id=0,
-            ),
-            "WhisperForConditionalGeneration",
-        ),
-        (
             T5(num_layers=2, d_model=64, num_heads=4, d_kv=16, d_ff=64, decoder_start_token_id=0),
             "T5ForConditionalGeneration",
         ),
-        # Any number of positions: -1 in its configuration.
-        (XLNetConfig(vocab_size=64, d_model=64, n_layer=4, n_head=4, d_inner=64), "XLNetLMHeadModel"),
     ],
 )
-def test_models_of_six_tasks(
+def test_models_of_images_sounds_and_two_texts(
     config: PreTrainedConfig, model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    config.architectures = [model] if model == "BertLMHeadModel" else None
     config.save_pretrained(tmp_path)
 
     assert _plan(str(tmp_path), "--pipeline-parallel-size", "2") == 0, capsys.readouterr().err
@@ -134,19 +113,6 @@ def test_models_of_six_tasks(
     assert output.startswith(f"{model}, ")
     assert f"dtype: float32, as {model}(config) makes it" in output
     assert max(map(len, output.partition("\n\ntorchrun")[0].splitlines())) <= 80
-
-
-def test_configuration_file_and_batch_size(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = _write(tmp_path, LLAMA_70B | {"num_hidden_layers": 3, "architectures": None})
-
-    status = _plan(
-        f"{folder}/config.json", "--pipeline-parallel-size", "3", "--batch-size", "8", "--seq-length", "128"
-    )  # fmt: skip
-
-    assert status == 0
-    printed = capsys.readouterr().out
-    assert "microbatch of one sample: input_ids [1, 128], labels [1, 128]" in printed
-    assert re.search(r"^1 +1 x 3 x 1 +1f1b +4 x 2 ", printed, re.M)
 
 
 def test_parts_for_images_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -163,9 +129,6 @@ def test_parts_for_images_are_named(tmp_path: Path, capsys: pytest.CaptureFixtur
     printed = capsys.readouterr()
     assert json.loads(printed.out)["model"] == "Gemma3ForConditionalGeneration"
     assert note in printed.err
-    search = ["--devices", "2", "--device-memory", "80GB", "--global-batch", "2", "--seq-length", "16", "--best", "1"]
-    assert main(["plan", folder, *search, "--data-parallel-size", "2"]) == 0
-    assert note in capsys.readouterr().out.replace("\n  ", " ")
 
 
 def test_no_row_is_wider_than_80_columns(
@@ -181,9 +144,9 @@ def test_no_row_is_wider_than_80_columns(
     assert len(_rows(output)) == 52
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", ["1f1b", "dualpipe-v"])
 def test_json_has_the_numbers_of_the_table(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = _write(tmp_path, LLAMA_70B | {"num_hidden_layers": 8})
+    folder = _write(tmp_path, LLAMA_70B | {"num_hidden_layers": 4})
     given = [folder, "--pipeline-parallel-size", "2", "--seq-length", "64", "--schedule", name]
     assert _plan(*given) == 0
     rows = _rows(capsys.readouterr().out)
@@ -238,15 +201,6 @@ def test_wrong_options_are_refused_before_torch_is_imported(tmp_path: Path) -> N
         assert "\n" not in found
 
 
-def test_llama_405b_is_planned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    config = llama_3_1_405b()
-    config.architectures = ["LlamaForCausalLM"]
-    config.save_pretrained(tmp_path)
-    options = ["--pipeline-parallel-size", "16", "--num-microbatches", "64"]
-    assert main(["plan", str(tmp_path), *options]) == 0
-    assert "parameters: 405,853,388,800\n" in capsys.readouterr().out
-
-
 def test_equal_layers_are_counted_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -268,18 +222,6 @@ def test_equal_layers_are_counted_once(
     assert numbers[0] == numbers[1]
 
 
-def test_an_interrupt_ends_in_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    def interrupted(*_: Any) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("nxdpp.planning.command.plan_arguments", interrupted)
-
-    assert _plan("config.json", "--pipeline-parallel-size", "2") == 130
-    printed = capsys.readouterr()
-    assert printed.err == "nxdpp plan: interrupted\n"
-    assert printed.out == ""
-
-
 def test_a_device_memory_is_a_limit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """3 communicators of 100 MiB on each of 2 ranks; the model itself is tiny."""
     tiny = {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 64, "vocab_size": 64}
@@ -294,9 +236,7 @@ def test_a_device_memory_is_a_limit(tmp_path: Path, capsys: pytest.CaptureFixtur
 REFUSED = [
     ({}, ["--pipeline-parallel-size", "82"], "81 layers, the head included, cannot be split over 82 stages"),
     ({"model_type": "lama"}, [], "model_type is 'lama', which the installed transformers does not know"),
-    ({"architectures": ["LlamaModel"]}, [], "architectures names ['LlamaModel']"),
     ({}, ["--seq-length", "200000"], "more than max_position_embeddings=131072"),
-    ({"num_attention_heads": 0}, [], "is refused by transformers: ZeroDivisionError"),
     ({"pad_token_id": 200000}, [], "LlamaForCausalLM cannot be built from this configuration"),
 ]
 
@@ -310,14 +250,6 @@ def test_invalid_options(
     assert _plan(folder, "--pipeline-parallel-size", "4", *arguments) == 2
 
     assert message in capsys.readouterr().err
-
-
-def test_unsupported_inputs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    Speech2TextConfig(encoder_layers=2, decoder_layers=2, d_model=64).save_pretrained(tmp_path)
-
-    assert _plan(str(tmp_path), "--pipeline-parallel-size", "2") == 2
-
-    assert "takes input_features; plans support models of tokens" in capsys.readouterr().err
 
 
 def test_invalid_configuration_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

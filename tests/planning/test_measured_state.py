@@ -56,10 +56,7 @@ class Case(NamedTuple):
 
 
 CASES = [
-    Case(),
     Case(zero1=True, deferred=True),
-    Case("bfloat16"),
-    Case("bfloat16", zero1=True),
     Case("bfloat16", zero1=True, tied=True, schedule="zb-v"),
     Case(tied=True),
 ]

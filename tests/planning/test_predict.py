@@ -13,9 +13,6 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-from nxdpp.devices.collective_bytes import least_steps
-from nxdpp.gradients import buckets
-from nxdpp.planning import layer_times
 from nxdpp.planning.configured_model import microbatch_on_meta
 from nxdpp.planning.layer_times import CountedModel
 from nxdpp.planning.layout import Layout
@@ -38,15 +35,21 @@ LLAMA = LlamaConfig(
 )
 
 
+COUNTED: dict[tuple[float, float], dict[tuple[int, bool, int], CountedModel]] = {}
+
+
 def _llama() -> LlamaForCausalLM:
     with torch.device("meta"):
         return LlamaForCausalLM(LLAMA)
 
 
-def _costs(devices: int, batch: int, rate: float = 1e9, latency: float = 1e-5, device: str = "cpu") -> ModelCosts:
+def _costs(devices: int, batch: int, rate: float = 1e9, latency: float = 1e-5) -> ModelCosts:
     model = _llama()
-    machine = Machine(devices, 10**9, DEVICES[device], link=Link(rate, latency))
-    return ModelCosts(model, machine, Job(batch, lambda size: microbatch_on_meta(model, size, 128)))
+    machine = Machine(devices, 10**9, DEVICES["cpu"], link=Link(rate, latency))
+    costs = ModelCosts(model, machine, Job(batch, lambda size: microbatch_on_meta(model, size, 128)))
+    # The model is counted once for all tests with this link.
+    costs._counted = COUNTED.setdefault((rate, latency), costs._counted)
+    return costs
 
 
 def _predict(layout: Layout) -> Prediction:
@@ -55,13 +58,7 @@ def _predict(layout: Layout) -> Prediction:
 
 # Layout, and the measured peak of each stage in KB: benchmarks/results/dimensions.md.
 MEASURED = [
-    (Layout(tensor=2, microbatch=2), [36305.7]),
-    (Layout(pipeline=2, microbatch=2), [41066.5, 32867.3]),
-    (Layout(data=2, microbatch=2, zero=1), [57722.4]),
-    (Layout(tensor=2, pipeline=2, microbatch=2), [24810.0, 19241.5]),
     (Layout(tensor=2, pipeline=2, microbatch=2, sequence=True), [22447.6, 17795.6]),
-    (Layout(tensor=2, data=2, microbatch=2, zero=1), [30005.0]),
-    (Layout(pipeline=2, data=2, microbatch=2, zero=1), [35819.5, 28864.0]),
     (Layout(tensor=2, pipeline=2, data=2, microbatch=2, zero=1), [21660.2, 16352.8]),
 ]
 
@@ -73,7 +70,7 @@ def test_the_memory_is_that_of_measured_ranks(layout: Layout, measured: list[flo
     assert predicted == pytest.approx(measured, rel=0.06)
 
 
-@pytest.mark.parametrize(("samples", "ranks", "held"), [(2, 2, 4), (2, 4, 8), (64, 4, 4), (256, 4, 0)])
+@pytest.mark.parametrize(("samples", "ranks", "held"), [(2, 2, 4), (2, 4, 8), (256, 4, 0)])
 def test_shared_memory_has_the_slots_of_the_messages_in_flight(samples: int, ranks: int, held: int) -> None:
     message = samples * 128 * 256 * 4
     layout = Layout(pipeline=ranks, microbatch=samples)
@@ -82,7 +79,7 @@ def test_shared_memory_has_the_slots_of_the_messages_in_flight(samples: int, ran
     assert [rank.transport for rank in prediction.memory] == [held * message] * ranks
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "interleaved", "zb-h1", "zb-v"])
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zb-v"])
 def test_the_time_of_a_schedule_is_that_of_the_simulator(schedule: str) -> None:
     chunks = find_family(schedule).default_chunks
     layout = Layout(pipeline=2, chunks=chunks, schedule=schedule)
@@ -105,14 +102,6 @@ def test_the_time_of_a_schedule_is_that_of_the_simulator(schedule: str) -> None:
     )
     assert prediction.times[0].total - prediction.times[0].optimizer == pytest.approx(timeline.makespan)
     assert prediction.bubble == pytest.approx(timeline.mean_bubble, abs=1e-6)
-
-
-def test_checkpoints_take_time_and_free_memory() -> None:
-    kept = _predict(Layout(pipeline=2, microbatch=2))
-    again = _predict(Layout(pipeline=2, microbatch=2, checkpoint=True))
-
-    assert 1.2 * kept.step_seconds < again.step_seconds < 1.4 * kept.step_seconds
-    assert again.memory[0].activations < 0.7 * kept.memory[0].activations
 
 
 def test_a_slow_link_takes_the_time_of_its_bytes() -> None:
@@ -138,45 +127,12 @@ def test_each_stage_of_zero_moves_its_bytes() -> None:
     assert each.limited_by.startswith("ZeRO-3 exchange")
 
 
-def test_a_fast_link_hides_the_exchange_of_zero_3() -> None:
-    costs = _costs(4, 16, rate=1e13, latency=0.0, device="h100")
-    whole, sharded = (predict(costs, Layout(2, 1, 2, zero=zero)) for zero in (0, 3))
-
-    # A difference of two sums, of a second or so.
-    assert sharded.times[0].exchange == pytest.approx(0, abs=1e-15)
-    assert sharded.times[0].compute == pytest.approx(whole.times[0].compute)
-
-
-def test_memory_falls_with_each_stage_of_zero() -> None:
-    peaks = [_predict(Layout(data=8, zero=zero, checkpoint=True)).peak_bytes for zero in (0, 1, 3)]
-
-    assert peaks == sorted(peaks, reverse=True)
-
-
-def test_with_sequence_parallelism_messages_are_parts_of_a_sequence() -> None:
-    """The last layer gathers its output, which no stage sends."""
-    whole, part = (predict(_costs(4, 8), Layout(2, 2, sequence=sequence)) for sequence in (False, True))
-
-    assert part.memory[0].transport == whole.memory[0].transport / 2
-
-
-def test_a_collective_takes_the_latency_of_its_steps() -> None:
-    """Each way a layer has two all-reduces, of two steps for two ranks."""
-    found = predict(_costs(2, 8, rate=1e15, latency=1.0), Layout(tensor=2))
-
-    # The embedding, the gradient of the last hidden state, and the loss have collectives too.
-    all_reduces = found.times[0].tensor / (8 * 2)
-    assert 4 * 4 <= all_reduces <= 4 * 4 + 5
-    assert [least_steps("all_reduce", ranks) for ranks in (1, 2, 3, 8)] == [0, 2, 4, 6]
-    assert least_steps("all_gather", 8) == 3
-
-
 @pytest.fixture(scope="module")
 def counted() -> CountedModel:
     return _costs(1, 8).of(1, False, 1)
 
 
-@pytest.mark.parametrize("stages", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize("stages", [2, 3, 5])
 def test_cuts_have_the_least_work_of_the_slowest_stage(counted: CountedModel, stages: int) -> None:
     def slowest(ends: list[int]) -> float:
         return max(stage.work for stage in stage_costs(counted, ends, False, 0.0))
@@ -191,40 +147,11 @@ def test_more_stages_than_layers_are_refused(counted: CountedModel) -> None:
         stage_ends(counted, 6, False)
 
 
-def test_parts_of_layers_add_up_to_the_counted_work() -> None:
-    from nxdpp.tracing.costs.count import count_costs
-    from nxdpp.tracing.costs.node_parts import CountedParts
-    from nxdpp.tracing.graph.trace import TracingOptions, trace_for
-    from nxdpp.tracing.modules.layers import find_layer_classes
-
-    model = _llama()
-    inputs = microbatch_on_meta(model, 2, 128)
-    traced = trace_for(model, inputs, TracingOptions(find_layer_classes(model, None)))
-    costs = count_costs(traced, model, inputs, parts=CountedParts(100.0))
-    for node, cost in costs.items():
-        if cost.parts is not None:
-            parts = cost.parts.forward + cost.parts.input_gradient + cost.parts.weight_gradient
-            assert parts == pytest.approx(cost.work, rel=1e-6), node
-    layer = next(cost.parts for node, cost in costs.items() if node.target == "model.layers.0")
-    assert layer is not None
-    assert 0.5 * layer.forward < layer.weight_gradient < layer.input_gradient
-
-
-def test_weights_are_not_kept_for_the_weight_gradient(counted: CountedModel) -> None:
-    """It needs inputs of linear layers and norms, and gradients of their outputs, about as many bytes."""
-    layer = counted.layers[1]
-
-    assert layer.kept < layer.held
-    assert 0.4 * layer.kept < layer.kept_gradients < 0.8 * layer.kept
-
-
 def test_samples_between_counted_ones_are_interpolated() -> None:
     costs = _costs(1, 12)
     exact = costs._counted_now(Layout().dimensions, 3)
     for one, two in zip(costs.of(1, False, 3).layers, exact.layers, strict=True):
-        assert one.forward == pytest.approx(two.forward, rel=0.01)
-        assert one.weight_gradient == pytest.approx(two.weight_gradient, rel=0.01)
-        assert one.held == pytest.approx(two.held, rel=0.01)
+        assert (one.forward, one.held) == pytest.approx((two.forward, two.held), rel=0.01)
 
 
 def test_a_tied_weight_counts_once() -> None:
@@ -246,10 +173,6 @@ def test_other_devices_than_those_of_the_machine_are_refused() -> None:
         predict(_costs(2, 8), Layout(tensor=2, pipeline=2))
     with pytest.raises(ValueError, match="a global batch of 8 does not divide over 1 replica in microbatches of 3"):
         predict(_costs(2, 8), Layout(pipeline=2, microbatch=3))
-
-
-def test_the_buckets_are_those_of_the_average() -> None:
-    assert layer_times.BUCKET_BYTES == buckets.BUCKET_BYTES
 
 
 def test_an_encoder_is_sent_to_each_stage_of_the_decoder() -> None:

@@ -1,6 +1,5 @@
 """``nxdpp.trace_layers``: the layers of a model without ranks."""
 
-import pytest
 import torch
 from torch import nn
 
@@ -46,10 +45,3 @@ def test_a_dict_and_a_model_without_memory() -> None:
     assert [cost.work > 0 for cost in found.costs] == [True] * 5
     assert [cost.state_bytes for cost in found.costs] == [4 * 4 * (64 + 8)] * 5
     assert found.even_cuts(2) == ["layers.1"]
-
-
-def test_fewer_layers_than_stages_are_refused() -> None:
-    batch = {"data": {"data": torch.zeros(4, 8), "target": torch.zeros(4, 8)}}
-
-    with pytest.raises(ValueError, match="5 transformer layers cannot be split over 6 pipeline stages"):
-        nxdpp.trace_layers(Scored(), batch, transformer_layer_cls="Linear").even_cuts(6)

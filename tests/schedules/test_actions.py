@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from nxdpp.schedules.actions import Action, ActionKind, parse_action
+from nxdpp.schedules.actions import Action, ActionKind
 
 TEXTS = [
     (Action(2, ActionKind.FORWARD, 0), "2F0"),
@@ -22,17 +22,6 @@ TEXTS = [
 @pytest.mark.parametrize(("action", "text"), TEXTS)
 def test_text_form(action: Action, text: str) -> None:
     assert str(action) == text
-
-
-@pytest.mark.parametrize(("action", "text"), TEXTS[:4])
-def test_compute_actions_are_read_back(action: Action, text: str) -> None:
-    assert parse_action(f" {text} ") == action
-
-
-@pytest.mark.parametrize("text", ["", "F0", "0F", "0f0", "0X0", "0SEND_F0", "-1F0", "0F0,"])
-def test_other_texts_are_refused(text: str) -> None:
-    with pytest.raises(ValueError, match=r"is no action\. Write the stage, F"):
-        parse_action(text)
 
 
 def test_schedules_need_no_torch() -> None:

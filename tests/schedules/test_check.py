@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from nxdpp.schedules.actions import Action, ActionKind, Schedule, parse_action
 from nxdpp.schedules.check import ScheduleError, ScheduleSize, check
 from nxdpp.schedules.families.registry import FAMILIES
-from nxdpp.schedules.lowering.additions import OF_ZERO, add
 
 GOOD = ["0F0 0F1 0B0 0I1 0W1", "1F0 1B0 1F1 1I1 1W1"]
 
@@ -28,25 +27,16 @@ def test_a_mistyped_microbatch_is_refused_before_memory_is_allocated() -> None:
         check(_schedule("0F0 0F99999999999 0B0"))
 
 
-def test_forwards_alone_are_a_schedule() -> None:
-    assert check(_schedule("0F0 0F1", "1F0 1F1")) == ScheduleSize(ranks=2, stages=2, microbatches=2, trains=False)
-
-
 @pytest.mark.parametrize(
     ("ranks", "message"),
     [
         (["0F0 0B0 0F1 0B1", "1B0 1F0 1F1 1B1"], "rank 1, action 0 (1B0): a backward comes after its forward, 1F0."),
         (["0F0 0F0"], "rank 0, action 1 (0F0): it ran before; each stage runs each microbatch once."),
-        (["0F0 0B0 0B0"], "rank 0, action 2 (0B0): that backward ran before; each stage runs each microbatch once."),
-        (["0F0 0I0 0I0"], "rank 0, action 2 (0I0): its input-gradient ran before; each stage runs each microbatch"),
         (["0F0 0I0 0B0"], "rank 0, action 2 (0B0): its input-gradient ran before"),
-        (["0F0 0W0 0I0"], "rank 0, action 1 (0W0): a weight-gradient comes after its input-gradient, 0I0."),
-        (["0F0 0B0 0W0"], "rank 0, action 2 (0W0): that backward ran before"),
         (["0F0 0F1 0B0"], "rank 0 lacks 0B1: every forward has its backward (B, or I and W)."),
         (["0F0 0I0"], "rank 0 lacks 0W0: every input-gradient has its weight-gradient."),
         (["0F0 0F1", "1F1"], "rank 1 lacks 1F0: every stage runs every microbatch."),
         (["0F0", "0F1"], "rank 1, action 0 (0F1): stage 0 is on rank 0; a stage is on one rank."),
-        (["0F0 2F0"], "no rank has an action of stage 1, though there is one of stage 2."),
         ([""], "the schedule is empty"),
     ],
 )
@@ -66,23 +56,13 @@ def test_a_deadlock() -> None:
     )
 
 
-def test_a_rank_that_waits_for_itself() -> None:
-    with pytest.raises(ScheduleError, match=r"rank 0, action 0 \(1F0\) waits for 0F0 of rank 0"):
-        check(_schedule("1F0 0F0"))
-
-
-def test_send_actions_are_refused() -> None:
-    with pytest.raises(ScheduleError, match=r"\(0SEND_F0\): a schedule has compute actions only"):
-        check([[Action(0, ActionKind.FORWARD, 0), Action(0, ActionKind.SEND_ACTIVATION, 0)]])
-
-
 @given(
     name=st.sampled_from(list(FAMILIES)),
     ranks=st.integers(1, 5),
     microbatches=st.integers(2, 8),
     seed=st.integers(0, 2**32 - 1),
 )
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 def test_a_missing_or_repeated_action_is_found(name: str, ranks: int, microbatches: int, seed: int) -> None:
     schedule = FAMILIES[name].build(ranks, microbatches)
     chance = random.Random(seed)
@@ -99,7 +79,7 @@ def test_a_missing_or_repeated_action_is_found(name: str, ranks: int, microbatch
 
 
 @given(st.permutations(range(8)), st.permutations(range(8)))
-@settings(max_examples=300)
+@settings(max_examples=150)
 def test_an_order_is_refused_if_and_only_if_it_has_a_cycle(first: list[int], second: list[int]) -> None:
     """Comparison with a search for a cycle in the dependency graph."""
     actions = [parse_action(text) for text in ("0F0", "0F1", "0B0", "0B1", "1F0", "1F1", "1B0", "1B1")]
@@ -140,15 +120,9 @@ def test_actions_of_participants_are_checked_with_the_ones_of_stages() -> None:
             "action 0 (0F0): its parameters are not whole; 0GATHER comes before it.",
         ),
         (
-            "0GATHER0 0F0 0RESHARD0 0B0",
-            "action 3 (0B0): its parameters are not whole; 0GATHER comes before it.",
-        ),
-        (
             "0F0 0F1 0AVERAGE0 0B0 0AVERAGED0 0B1",
             "action 2 (0AVERAGE0): 2 backwards come after it; a sum is of all of them.",
         ),
-        ("0F0 0F1 0B0 0AVERAGE0 0AVERAGED0 0B1", "action 4 (0AVERAGED0): 1 backward comes after it"),
-        ("0F0 0SUM_TIES0 0B0", "action 1 (0SUM_TIES0): 1 backward comes after it; a sum is of all of them."),
         ("0F0 0B0 0AVERAGED0", "action 2 (0AVERAGED0): no exchange of stage 0 has begun."),
     ],
 )
@@ -157,11 +131,3 @@ def test_gathers_come_before_and_sums_after_what_they_are_of(text: str, message:
         check(_added(text))
 
     assert f"rank 0, {message}" in str(caught.value)
-
-
-@pytest.mark.parametrize("name", FAMILIES)
-@pytest.mark.parametrize("zero", range(4))
-def test_what_participants_add_is_accepted(name: str, zero: int) -> None:
-    schedule = FAMILIES[name].build(3, 4)
-
-    assert check([add(actions, OF_ZERO[zero]) for actions in schedule]) == check(schedule)

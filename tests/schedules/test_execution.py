@@ -2,10 +2,9 @@
 
 import pytest
 
-from nxdpp.schedules.actions import ActionKind, Schedule, parse_action
+from nxdpp.schedules.actions import ActionKind, parse_action
 from nxdpp.schedules.execution import ExchangeTimes, Execution, Times, run_in_order
-from nxdpp.schedules.families.registry import FAMILIES
-from nxdpp.schedules.lowering.additions import AVERAGE, OF_ZERO, SHARDS_ONCE_A_STEP, Additions, add
+from nxdpp.schedules.lowering.additions import AVERAGE, SHARDS_ONCE_A_STEP, Additions, add
 
 # Four units, of which two are gathered ahead; a reduction in one bucket.
 GATHER = ExchangeTimes(100, head=25, ahead=50)
@@ -46,27 +45,3 @@ def test_nothing_hides_an_exchange_on_a_cpu() -> None:
     run = _run("0F0 1F0 1B0 0B0", [50.0, 50.0], SHARDS_ONCE_A_STEP, hides=False)
 
     assert run.clocks == [200 + 2 * 200 + (25 + 50) * 2]
-
-
-@pytest.mark.parametrize("hides", [True, False])
-@pytest.mark.parametrize("name", FAMILIES)
-def test_exchanges_around_each_action_are_part_of_it(name: str, hides: bool) -> None:
-    schedule = FAMILIES[name].build(3, 5)
-    stages = 1 + max(action.stage for actions in schedule for action in actions)
-    lengths = [[1.0 + (stage * 7 + part) % 3 for stage in range(stages)] for part in range(4)]
-    exchanges = {
-        ActionKind.GATHER: [ExchangeTimes(1.5 + stage % 2) for stage in range(stages)],
-        ActionKind.RESHARD: [ExchangeTimes(0.5 + stage % 3) for stage in range(stages)],
-    }
-    times = Times(lengths[0], lengths[1], lengths[2], lengths[3], exchanges, hides)
-
-    with_actions: Schedule = [add(actions, OF_ZERO[3]) for actions in schedule]
-    one_by_one = run_in_order(with_actions, stages, 5, times)
-    together = run_in_order(schedule, stages, 5, times.around_each())
-
-    assert together.clocks == pytest.approx(one_by_one.clocks)
-    computes = [
-        [start for start, action in zip(starts, actions, strict=True) if action.kind.value in "FBIW"]
-        for starts, actions in zip(one_by_one.starts, with_actions, strict=True)
-    ]
-    assert [pytest.approx(starts) for starts in together.starts] == computes

@@ -11,34 +11,6 @@ from nxdpp.schedules.written import parse_schedule
 
 
 @pytest.mark.parametrize(
-    ("name", "chunks", "percent"),
-    [
-        ("gpipe", 1, 17.9),
-        ("looped-bfs", 2, 9.9),
-        ("looped-bfs", 4, 5.2),
-        ("1f1b", 1, 17.9),
-        ("1f1b-eager", 1, 17.9),
-        ("interleaved", 2, 9.9),
-        ("interleaved", 4, 5.2),
-    ],
-)
-def test_bubble_of_eight_ranks_and_32_microbatches(name: str, chunks: int, percent: float) -> None:
-    timeline = simulate(FAMILIES[name].build(8, 32, chunks))
-
-    assert round(100 * timeline.mean_bubble, 1) == percent
-
-
-@pytest.mark.parametrize(
-    ("name", "percent"),
-    [("zb-h1", 6.8), ("zb1p", 3.5), ("zb-v", 3.5), ("dualpipe-v", 3.5), ("v-half", 8.1), ("v-min", 12.3)],
-)
-def test_bubble_with_split_backwards(name: str, percent: float) -> None:
-    timeline = simulate(FAMILIES[name].build(8, 32))
-
-    assert round(100 * timeline.mean_bubble, 1) <= percent
-
-
-@pytest.mark.parametrize(
     ("name", "peaks"),
     [
         ("gpipe", [32] * 8),
@@ -58,21 +30,13 @@ def test_peaks_of_eight_ranks_and_32_microbatches(name: str, peaks: list[float])
     assert simulate(FAMILIES[name].build(8, 32)).peaks == peaks
 
 
-@pytest.mark.parametrize("name", list(FAMILIES))
-@pytest.mark.parametrize("ranks", [1, 2, 3, 6, 16])
-def test_the_bubble_is_independent_of_the_chunk_length(name: str, ranks: int) -> None:
-    schedule = FAMILIES[name].build(ranks, 2 * ranks)
-
-    assert simulate(schedule, 0.5, 0.5, 0.5).mean_bubble == pytest.approx(simulate(schedule).mean_bubble)
-
-
 @given(
     name=st.sampled_from(list(FAMILIES)),
     ranks=st.integers(1, 6),
     microbatches=st.integers(1, 12),
     times=st.tuples(*[st.integers(0, 5)] * 4),
 )
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 def test_no_action_starts_before_its_inputs(
     name: str, ranks: int, microbatches: int, times: tuple[int, int, int, int]
 ) -> None:
@@ -135,24 +99,10 @@ def test_one_more_forward_a_hop_hides_the_transfer() -> None:
     assert per_microbatch("1f1b-eager") == 3
 
 
-def test_a_v_has_no_transfer_where_it_turns_around() -> None:
-    assert simulate(FAMILIES["zb-v"].build(1, 4), transfer=100).makespan == 24
-
-
-def test_forward_only_and_times_of_zero() -> None:
-    schedule = parse_schedule([["0F0", "0F1"], ["1F0", "1F1"]])
-
-    assert simulate(schedule).makespan == 3
-    assert simulate(schedule).peaks == [2, 2]
-    assert simulate(schedule, forward=0).bubbles == [0, 0]
-
-
 @pytest.mark.parametrize(
     ("times", "message"),
     [
         ({"forward": [1, 2, 3]}, "forward has 3 times for 2 stages"),
-        ({"transfer": -1}, "transfer=-1.0 must be a finite number"),
-        ({"weight_gradient": float("nan")}, "weight_gradient=nan must be a finite number"),
         ({"input_gradient": [1, float("inf")]}, "input_gradient=inf must be a finite number"),
     ],
 )

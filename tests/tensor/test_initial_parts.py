@@ -26,23 +26,14 @@ def _twice(weight: torch.Tensor) -> None:
     weight.data.uniform_(-1, 1).mul_(3).add_(0.5)
 
 
-def _by_row(weight: torch.Tensor) -> None:
-    for row in weight:
-        row.normal_()
-
-
 # The function, and whether it works on blocks; torch has changed its truncated normal numbers.
 METHODS: dict[str, tuple[Callable[[torch.Tensor], object], bool | None]] = {
     "normal": (partial(init.normal_, std=0.02), True),
-    "uniform": (init.uniform_, True),
     "xavier": (init.xavier_normal_, True),
-    "kaiming": (init.kaiming_uniform_, True),
     "truncated": (partial(init.trunc_normal_, std=0.5), None),
-    "constant": (partial(init.constant_, val=3.0), True),
     "twice": (_twice, True),
     "orthogonal": (init.orthogonal_, False),
     "copied": (_with_own_tensor, False),
-    "by row": (_by_row, False),
 }
 
 
@@ -57,17 +48,14 @@ def _be(rank: int, size: int) -> None:
     parallel_state.initialize_debug(tensor_model_parallel_rank=rank, tensor_model_parallel_size=size)
 
 
-@pytest.mark.parametrize("numbers_at_once", [16, 100, 1 << 20])
+@pytest.mark.parametrize("numbers_at_once", [16, 1 << 20])
 @pytest.mark.parametrize("name", METHODS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_any_init_method(name: str, dtype: torch.dtype, numbers_at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_any_init_method(name: str, numbers_at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
     method, in_blocks = METHODS[name]
-    if dtype == torch.bfloat16 and name in ("truncated", "orthogonal"):
-        pytest.skip("torch computes it in float32 only")
     monkeypatch.setattr(initial_parts, "_NUMBERS_AT_ONCE", numbers_at_once)
     for shape, dim, stride in (((30, 7), 0, 3), ((24, 12), 1, 2), ((6, 18), 0, 1), ((40, 1), 0, 1)):
         torch.manual_seed(3)
-        whole = torch.empty(shape, dtype=dtype)
+        whole = torch.empty(shape)
         with torch.no_grad():
             method(whole)
         state = torch.get_rng_state()
@@ -75,29 +63,14 @@ def test_any_init_method(name: str, dtype: torch.dtype, numbers_at_once: int, mo
             _be(rank, 2)
             torch.manual_seed(3)
             layer: Any = (ColumnParallelLinear, RowParallelLinear)[dim]
-            built = layer(shape[1], shape[0], bias=False, dtype=dtype, stride=stride, init_method=method)
+            built = layer(shape[1], shape[0], bias=False, stride=stride, init_method=method)
             assert torch.equal(built.weight, local_slice(whole, dim, rank, 2, stride)), shape
             assert torch.equal(torch.get_rng_state(), state)
     with mock.patch.object(initial_parts._OwnPart, "_take") as take:
-        ColumnParallelLinear(8, 64, bias=False, init_method=method, dtype=dtype)
+        ColumnParallelLinear(8, 64, bias=False, init_method=method)
     wholes = [call for call in take.call_args_list if len(call.args[0]) == 64]
     if numbers_at_once == 16 and in_blocks is not None:
         assert bool(wholes) != in_blocks
-
-
-def test_memory_is_that_of_the_part_and_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(initial_parts, "_NUMBERS_AT_ONCE", 1 << 10)
-    _be(3, 8)
-    sizes: list[int] = []
-
-    def empty(part: initial_parts._OwnPart, shape: list[int]) -> torch.Tensor:
-        sizes.append(torch.Size(shape).numel())
-        return torch.empty(shape)
-
-    monkeypatch.setattr(initial_parts._OwnPart, "_empty", empty)
-    ColumnParallelLinear(64, 512, gather_output=False)
-    assert max(sizes) == 1 << 10
-    assert len(sizes) == 33
 
 
 class _Model(nn.Module):
@@ -135,24 +108,14 @@ def _on_meta(parallel: bool) -> nn.Module:
         return _Model(parallel)
 
 
-def _guides_init_weights(module: nn.Module) -> None:
-    if isinstance(module, nn.Linear | nn.Embedding):
-        module.reset_parameters()
-    elif isinstance(module, ParallelEmbedding | ColumnParallelLinear | RowParallelLinear):
-        module.init_weight_cpu()
-    if hasattr(module, "bias") and module.bias is not None:
-        module.bias.data.zero_()  # type: ignore[operator]
-
-
 @pytest.mark.parametrize(
     ("build", "options"),
     [
         (_Model, {}),
         (_on_meta, {}),
-        (_on_meta, {"param_init_fn": _guides_init_weights}),
         (lambda parallel: deferred_init(_Model, parallel), {}),
     ],
-    ids=["eager", "meta", "param_init_fn", "deferred"],
+    ids=["eager", "meta", "deferred"],
 )
 def test_a_wrapped_model(build: Callable[[bool], nn.Module], options: dict[str, Any]) -> None:
     def wrapped(parallel: bool) -> dict[str, torch.Tensor]:
@@ -165,8 +128,8 @@ def test_a_wrapped_model(build: Callable[[bool], nn.Module], options: dict[str, 
     expected, alone = wrapped(False), wrapped(True)
     state = torch.get_rng_state()
     assert all(torch.equal(alone[name], value) for name, value in expected.items())
-    for size in (2, 4):
-        for rank in range(size):
+    for size in (3,):
+        for rank in (0, 2):
             _be(rank, size)
             for name, parameter in wrapped(True).items():
                 whole, dim = expected[name].detach(), vars(parameter)["partition_dim"]

@@ -13,23 +13,14 @@ from nxdpp import deferred_init, init_on_device
 from nxdpp.ranks import parallel_state
 from nxdpp.tensor.layers import ColumnParallelLinear, RowParallelLinear
 from nxdpp.tensor.modules.qkv_linear import GQAQKVColumnParallelLinear
-from nxdpp.tensor.pad import generate_padding_mask, get_number_of_extra_heads, pad_model
+from nxdpp.tensor.pad import get_number_of_extra_heads, pad_model
 from nxdpp.tensor.padding import own_ranges, whole_of
 from nxdpp.tensor.utils import divide
 from tests.support.run_ranks import run_ranks
 
 HEAD, INNER = 4, 24
 # Heads, key-value heads, form of the attention's layers, and whether only the attention is padded.
-CASES = {
-    2: [
-        (3, 3, "plain", False),
-        (3, 3, "fused", False),
-        (3, 3, "fused", True),
-        (5, 5, "plain", True),
-        (4, 2, "plain", False),
-    ],
-    4: [(6, 3, "plain", False), (6, 1, "copies", True), (6, 6, "fused", False), (6, 3, "plain", True)],
-}
+CASES = [(6, 3, "plain", False), (6, 1, "copies", True), (6, 6, "fused", False)]
 
 
 def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, heads: int) -> torch.Tensor:
@@ -117,7 +108,7 @@ def _compare(model: nn.Module, whole: nn.Module, kind: str, gradients: bool) -> 
 
 
 def _train(heads: int, others: int, kind: str, wrapped: bool, on_meta: bool) -> None:
-    """Three steps; not of Adam, which makes a step of the rounding of the key bias's gradient, 0."""
+    """Two steps; not of Adam, which makes a step of the rounding of the key bias's gradient, 0."""
     size = parallel_state.get_tensor_model_parallel_size()
     torch.manual_seed(4)
     whole = Block(heads, others, None)
@@ -140,7 +131,7 @@ def _train(heads: int, others: int, kind: str, wrapped: bool, on_meta: bool) -> 
     else:
         _copy_values(model, whole, kind)
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.5, momentum=0.9, weight_decay=0.1) for each in (model, whole)]
-    for step in range(3):
+    for step in range(2):
         x = torch.randn(2, 3, heads * HEAD, generator=torch.Generator().manual_seed(step))
         given, theirs = x.clone().requires_grad_(), x.clone().requires_grad_()
         found, expected = model(given), whole(theirs)
@@ -162,17 +153,16 @@ def _copy_values(model: nn.Module, whole: nn.Module, kind: str) -> None:
             parameter.copy_(_expected(parameter, torch.cat([named[each] for each in _names(kind)(name)])))
 
 
-def _cases(rank: int, size: int) -> None:
-    parallel_state.initialize_model_parallel(tensor_model_parallel_size=size)
-    for heads, others, kind, wrapped in CASES[size]:
+def _cases(rank: int) -> None:
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=4)
+    for heads, others, kind, wrapped in CASES:
         for on_meta in (False, True):
             _train(heads, others, kind, wrapped, on_meta)
     parallel_state.destroy_model_parallel()
 
 
-@pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.sweep), 4])
-def test_padded_models_train_as_unpadded_ones(size: int) -> None:
-    run_ranks(size, _cases, size)
+def test_padded_models_train_as_unpadded_ones() -> None:
+    run_ranks(4, _cases)
 
 
 @pytest.fixture
@@ -185,31 +175,6 @@ def two_ranks() -> Any:
 def _on_meta(build: Callable[[], nn.Module]) -> nn.Module:
     with init_on_device(torch.device("meta")):
         return build()
-
-
-@pytest.mark.usefixtures("two_ranks")
-def test_only_layers_with_a_known_use_are_padded() -> None:
-    model = _on_meta(
-        lambda: nn.ModuleDict(
-            {
-                "block": Block(3, 3, "plain"),
-                "head": ColumnParallelLinear(12, 30, gather_output=False),
-            }
-        )
-    )
-    hooked: list[tuple[nn.Module, float]] = []
-    pad_model(model, 2, 3)
-    assert model["head"].weight.shape == (15, 12)  # type: ignore[index]
-    block = model["block"]  # type: ignore[index]
-    assert block.up.weight.shape == (16, 12)
-    assert block.attention.q.weight.shape == (8, 12)
-    assert block.attention.out.weight.shape == (12, 8)
-    other = _on_meta(lambda: Block(3, 3, "plain"))
-    pad_model(
-        other, 2, 3, wrapped_classes=[Attention], pad_hook_fn=lambda module, ratio: hooked.append((module, ratio))
-    )
-    assert hooked == [(other.attention, 4 / 3)]
-    assert other.up.weight.shape == (12, 12)  # type: ignore[union-attr]
 
 
 class _Flat(Attention):
@@ -236,10 +201,10 @@ def test_a_head_beside_the_attention_stays_as_it_is() -> None:
 
 
 def test_heads_are_padded_for_more_ranks_than_there_are() -> None:
-    """In one process: 3 heads become 8, and 32 where the guide gives ``tp_degree=32``."""
+    """In one process: 3 heads become 8."""
     parallel_state.initialize_model_parallel()
     try:
-        for degree in (8, 32):
+        for degree in (8,):
             torch.manual_seed(1)
             expected = _Flat(3, "plain")
             torch.manual_seed(1)
@@ -250,24 +215,6 @@ def test_heads_are_padded_for_more_ranks_than_there_are() -> None:
             torch.testing.assert_close(model(x), expected(x), rtol=1e-5, atol=1e-6)
     finally:
         parallel_state.destroy_model_parallel()
-
-
-def test_padding_masks_have_the_layout_of_copies_that_are_neighbours() -> None:
-    def masks(heads: int, padded: int, key_value_heads: int, size: int) -> torch.Tensor:
-        ranks = range(size)
-        return torch.stack([generate_padding_mask(heads, padded, key_value_heads, size, rank) for rank in ranks])
-
-    expected = torch.ones(32, 2, dtype=torch.bool)
-    expected[3::4] = False
-    assert torch.equal(masks(48, 64, 8, 32), expected)
-    expected = torch.ones(32, 7, dtype=torch.bool)
-    expected[3::4, 4:] = False
-    assert torch.equal(masks(200, 224, 8, 32), expected)
-    expected = torch.ones(4, 8, dtype=torch.bool)
-    expected[:, 6:] = False
-    assert torch.equal(masks(24, 32, 8, 4), expected)
-    with pytest.raises(ValueError, match="hardware_type='trn1' has no meaning"):
-        generate_padding_mask(48, 64, 8, 32, 0, hardware_type="trn1")  # type: ignore[arg-type]  # NxD's argument
 
 
 @pytest.mark.usefixtures("two_ranks")
@@ -282,22 +229,8 @@ def test_refusals() -> None:
     pads("tp_degree=3 is no multiple of the tensor-parallel size 2", block, 3, 3)
     pads(r"no module of wrapped_classes \(LSTM\)", block, 2, 3, [nn.LSTM])
     pads("pad_hook_fn is called with", block, 2, 3, pad_hook_fn=print)
-    pads("n_heads=0", block, 2, 0)
-    pads("is no multiple of 2", block, 2, 7)
-    together = nn.ModuleDict(
-        {"head": ColumnParallelLinear(12, 30, gather_output=False), "out": RowParallelLinear(12, 12)}
-    )
-    pads("head has 30 outputs, and .*'out': 12.*Give wrapped_classes", together, 2, 3)
     optimizer = torch.optim.SGD(block.parameters(), lr=0.1)
     pads("SGD.* holds .*Make the optimizer after pad_model", block, 2, 3)
     del optimizer
-    tied = _on_meta(lambda: Block(3, 3, "plain"))
-    tied.again = nn.Linear(1, 1)
-    tied.again.weight = tied.attention.q.weight  # type: ignore[union-attr, assignment]
-    pads("again.weight is one parameter", tied, 2, 3)
     with pytest.raises(RuntimeError, match="init_on_device"):
         deferred_init(lambda: pad_model(Block(3, 3, "plain"), 2, 3))
-
-
-def test_numbers_of_heads() -> None:
-    assert [get_number_of_extra_heads(heads, 4) for heads in (1, 4, 6, 32)] == [3, 0, 2, 0]

@@ -39,21 +39,6 @@ def test_tensor_ranks_draw_alike_outside_a_fork_and_differently_inside() -> None
     assert len({tuple(numbers) for numbers in (*first[1::2], *second[1::2])}) == 4
 
 
-def test_states_can_be_kept_and_put_back() -> None:
-    parallel_state.initialize_model_parallel()
-    model_parallel_xla_manual_seed(7)
-    tracker = get_xla_rng_tracker()
-    states, default = tracker.get_states(), torch.get_rng_state()
-    numbers = []
-    for _ in range(2):
-        torch.set_rng_state(default)
-        tracker.set_states(states)
-        with tracker.fork():
-            numbers.append(torch.rand(3).tolist())
-        tracker.reset()
-    assert numbers[0] == numbers[1]
-
-
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_a_recomputed_layer_draws_again_what_it_drew(use_reentrant: bool) -> None:
     parallel_state.initialize_model_parallel()
@@ -74,17 +59,3 @@ def test_a_recomputed_layer_draws_again_what_it_drew(use_reentrant: bool) -> Non
     first, second, *again = masks
     assert not first.equal(second)
     assert all(map(torch.equal, [first, second], again))
-
-
-def test_unknown_and_repeated_states_are_refused() -> None:
-    with pytest.raises(RuntimeError, match="initialize_model_parallel"):
-        model_parallel_xla_manual_seed(1)
-    parallel_state.initialize_model_parallel()
-    tracker = get_xla_rng_tracker()
-    with pytest.raises(ValueError, match="model_parallel_xla_manual_seed"), tracker.fork():
-        pass
-    tracker.add("mine", 3)
-    with pytest.raises(ValueError, match="'mine'"):
-        tracker.add("mine", 4)
-    with pytest.raises(ValueError, match="seed 3"):
-        tracker.add("other", 3)

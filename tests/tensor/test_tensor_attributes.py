@@ -1,7 +1,7 @@
 """Attributes of tensor-parallel parameters, and the moves and copies that keep them."""
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,12 +12,8 @@ from nxdpp.ranks import parallel_state
 from nxdpp.tensor.layer_norm import LayerNorm
 from nxdpp.tensor.layers import ColumnParallelLinear, ParallelEmbedding, RowParallelLinear
 from nxdpp.tensor.move_model_to_device import move_model_to_device
-from nxdpp.tensor.sequence_parallel import StepGradients, marked
-from nxdpp.tensor.tensor_attributes import is_sequence_parallel, mark_sequence_parallel
 from nxdpp.tensor.utils import (
-    copy_tensor_model_parallel_attributes,
     param_is_not_tensor_parallel_duplicate,
-    set_defaults_if_not_set_tensor_model_parallel_attributes,
 )
 
 NAMES = ("tensor_model_parallel", "partition_dim", "partition_stride", "num_partitions", "sequence_parallel_enabled")
@@ -80,44 +76,3 @@ def test_parameters_that_are_set_get_them(model: nn.Sequential) -> None:
     assert not hasattr(model[2].weight, "partition_dim")
     model[3].weight = model[0].weight
     assert vars(model[0].weight)["partition_dim"] == 0
-
-
-def test_marks_of_other_modules_come_back(model: nn.Sequential) -> None:
-    norms = nn.Sequential(nn.LayerNorm(6), nn.Identity(), nn.RMSNorm(6))
-    mark_sequence_parallel(norms)
-    mark_sequence_parallel(norms)
-    assert [len(module._forward_pre_hooks) for module in norms] == [1, 0, 1]
-
-    def run(module: nn.Module) -> None:
-        module(torch.zeros(2, 6))
-
-    takes: list[Callable[[nn.Module], object]] = [StepGradients, run]
-    for take in takes:
-        copied = copy.deepcopy(norms)
-        assert not any(is_sequence_parallel(parameter) for parameter in copied.parameters())
-        take(copied)
-        assert len(marked(copied.parameters())) == 3
-        copied.to("meta").to_empty(device="cpu")
-        take(copied)
-        assert len(marked(copied.parameters())) == 3
-
-
-def test_copies_of_compiled_layers_are_not_compiled(model: nn.Sequential) -> None:
-    model[0].compile(backend="eager")
-    assert copy.deepcopy(model)[0]._compiled_call_impl is None
-
-
-def test_copies_share_what_their_originals_share(model: nn.Sequential) -> None:
-    head = ColumnParallelLinear(6, 10, bias=False)
-    head.weight = model[0].weight  # type: ignore[assignment]
-    copied = copy.deepcopy(nn.Sequential(model, head))
-    assert copied[1].weight is copied[0][0].weight  # type: ignore[index]
-
-
-def test_defaults_and_copies_of_attributes(model: nn.Sequential) -> None:
-    tensor = torch.zeros(1)
-    set_defaults_if_not_set_tensor_model_parallel_attributes(tensor)
-    assert tuple(getattr(tensor, name, None) for name in NAMES) == (False, -1, 1, 1, None)
-    other = torch.zeros(1)
-    copy_tensor_model_parallel_attributes(other, model[3].bias)  # type: ignore[arg-type]
-    assert tuple(getattr(other, name) for name in NAMES) == EXPECTED["3.bias"]

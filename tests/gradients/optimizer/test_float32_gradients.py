@@ -9,8 +9,6 @@ from torch import nn
 import nxdpp
 from nxdpp import parallel_state
 from nxdpp.doors.nxd.neuron_zero1 import NeuronZero1Optimizer
-from nxdpp.gradients.gradient_dtype import accumulate_in
-from nxdpp.gradients.optimizer.zero1 import Zero1Optimizer
 from nxdpp.trainer import initialize_parallel_model, initialize_parallel_optimizer
 from tests.support.models import make, microbatches, padded_batch, reference
 from tests.support.run_ranks import run_ranks
@@ -84,7 +82,6 @@ def train_all(rank: int) -> dict[str, tuple[float, set[torch.dtype]]]:
     config = nxdpp.neuronx_distributed_config(1, 2, optimizer_config={"zero_one_enabled": True, "grad_clipping": False})
     half = {**config, "mixed_precision_config": {**config["mixed_precision_config"], "use_fp32_grad_acc": False}}
     return {
-        "1f1b": train(config, "1f1b"),
         "zb-v": train(config, "zb-v"),
         "tied": train(config, "1f1b", "tied_llama"),
         "half": train(half, "1f1b"),
@@ -94,7 +91,7 @@ def train_all(rank: int) -> dict[str, tuple[float, set[torch.dtype]]]:
 @needs_grad_dtype
 def test_half_parameters_train_with_float32_gradients_by_default() -> None:
     for result in run_ranks(4, train_all, timeout=200):
-        for case in ("1f1b", "zb-v", "tied"):
+        for case in ("zb-v", "tied"):
             distance, dtypes = result[case]
             assert dtypes == {torch.float32}
             assert distance < 1e-6
@@ -127,20 +124,3 @@ def test_gradients_in_half_precision_are_refused(alone: None) -> None:
     assert frozen.grad.dtype == torch.float32
     optimizer.step()
     assert frozen.any()
-
-
-def test_a_torch_without_grad_dtype_is_refused(alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Older:
-        pass
-
-    monkeypatch.setattr(torch, "Tensor", Older)
-    with pytest.raises(ValueError, match=r"take torch 2\.10 or newer.*use_fp32_grad_acc=False"):
-        accumulate_in(nn.Parameter(torch.zeros(3, dtype=HALF)), torch.float32)
-    accumulate_in(nn.Parameter(torch.zeros(3)), torch.float32)
-
-
-def test_only_floating_dtypes(alone: None) -> None:
-    for name in ("accumulated_dtype", "averaged_dtype"):
-        options: dict[str, Any] = {name: torch.int32}
-        with pytest.raises(ValueError, match=f"{name} must be a floating dtype"):
-            Zero1Optimizer([nn.Parameter(torch.zeros(1))], torch.optim.SGD, **options)

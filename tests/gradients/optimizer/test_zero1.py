@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn, optim
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
+from torch.optim.lr_scheduler import OneCycleLR
 
 from nxdpp import GradScaler, parallel_state
 from nxdpp.doors.nxd.neuron_zero1 import NeuronZero1Optimizer
@@ -20,20 +20,13 @@ from tests.gradients.optimizer.optimizers import Lamb
 from tests.support.run_ranks import run_ranks
 
 SHAPES = ((7, 3), (5,), (), (0, 4), (40, 10), (1,), (16, 2, 2))
-STEPS = 16
+STEPS = 6
 TRAININGS = r"replica has made 3 training steps before step 0 of its Zero1Optimizer, and another 4: their gradients"
 CLASSES: dict[type[Optimizer], dict[str, Any]] = {
     torch.optim.AdamW: {"lr": 0.01, "weight_decay": 0.1},
-    torch.optim.Adam: {"lr": 0.01, "amsgrad": True},
     torch.optim.SGD: {"lr": 0.1, "momentum": 0.9, "nesterov": True},
     torch.optim.Adagrad: {"lr": 0.05},
-    torch.optim.Adadelta: {},
-    torch.optim.Adamax: {},
-    torch.optim.ASGD: {},
-    torch.optim.NAdam: {},
     torch.optim.RAdam: {},
-    torch.optim.RMSprop: {"momentum": 0.5},
-    torch.optim.Rprop: {},
     AdamW_FP32OptimParams: {"lr": 0.01},
 }
 
@@ -114,17 +107,6 @@ def clipping_and_schedulers(rank: int) -> None:
     assert all(parameter.grad is not None and not parameter.grad.any() for parameter in ours)
 
 
-def averaged_gradients_stay(rank: int) -> None:
-    ours, theirs = make(), make()
-    optimizer = Zero1Optimizer(ours, torch.optim.SGD, grad_clipping=False, lr=0.1)
-    plain = torch.optim.SGD(theirs, lr=0.1)
-    set_means(ours, 0)
-    set_means(theirs, 0)
-    optimizer.step()
-    plain.step()
-    assert all(torch.equal(one, other) for one, other in zip(ours, theirs, strict=True))
-
-
 def missing_gradients(rank: int) -> None:
     ours, theirs = make(), make()
     optimizer = Zero1Optimizer(ours, torch.optim.AdamW, grad_clipping=False, lr=0.1, weight_decay=0.5)
@@ -177,19 +159,6 @@ def half_parameters(rank: int) -> None:
         assert {value.dtype for value in tensors(saved) if value.dim()} == {torch.float32}
         each.load_state_dict(saved)
     step_all(5)
-    # Other optimizers get the low bits of the master copies with the state.
-    for each, parameters in ((optimizer, ours), (fp32, unsharded)):
-        again = [nn.Parameter(parameter.detach().clone()) for parameter in parameters]
-        resumed: Any = Zero1Optimizer(again, torch.optim.AdamW, grad_clipping=False, lr=9.0)
-        if each is fp32:
-            resumed = AdamW_FP32OptimParams(again, lr=9.0)
-        resumed.load_state_dict(copy.deepcopy(each.state_dict()))
-        for both, stepped in ((parameters, each), (again, resumed)):
-            set_gradients(both, rank, 6)
-            stepped.step()
-        states = [tensors(stepped.state_dict()) for stepped in (each, resumed)]
-        assert all(torch.equal(one, other) for one, other in zip(*states, strict=True))
-        assert any(not torch.equal(one, one.bfloat16().float()) for one in states[0] if one.numel() > 9)
 
 
 def tensors(state: Any) -> list[torch.Tensor]:
@@ -207,14 +176,6 @@ def saved_state(rank: int) -> None:
         set_gradients(ours, rank, step)
         optimizer.step()
     saved = copy.deepcopy(optimizer.state_dict())
-    # Each element of each parameter is on one rank, and described by name.
-    described = [shard for shard, _, _ in optimizer.shards()]
-    assert [shard._asdict() for shard in described] == saved["shards"]
-    for shard, values, state in optimizer.shards():
-        assert shard.name is not None
-        whole = dict(named)[shard.name]
-        assert torch.equal(whole.reshape(-1)[shard.start : shard.stop], values.reshape(-1))
-        assert state["exp_avg"].shape == values.shape
     again = [nn.Parameter(parameter.detach().clone()) for parameter in ours]
     resumed = Zero1Optimizer([(f"p{i}", p) for i, p in enumerate(again)], torch.optim.AdamW, lr=0.7)
     resumed.load_state_dict(saved)
@@ -227,50 +188,6 @@ def saved_state(rank: int) -> None:
     elsewhere = {**saved, "data_parallel": {"rank": 1 - rank, "size": 2}}
     with pytest.raises(ValueError, match=r"each rank loads what it has saved"):
         resumed.load_state_dict(elsewhere)
-    other = Zero1Optimizer(make()[::-1], torch.optim.AdamW)
-    with pytest.raises(ValueError, match=r"make the optimizer with the same parameters in the same order"):
-        other.load_state_dict(saved)
-
-
-def groups_that_grow(rank: int) -> None:
-    ours, theirs = make(), make()
-    ours[1].requires_grad_(False)
-    optimizer = Zero1Optimizer(ours[:2], torch.optim.AdamW, grad_clipping=False, lr=0.1)
-    plain = torch.optim.AdamW(theirs[:2], lr=0.1)
-    schedulers = [LambdaLR(each, lambda step: 0.9**step) for each in (optimizer, plain)]
-    for step in range(3):
-        set_gradients(ours, rank, step)
-        set_means(theirs, step)
-        if step < 1:
-            ours[1].grad = theirs[1].grad = None
-        if step == 1:
-            ours[1].requires_grad_(True)
-            optimizer.add_param_group({"params": ours[2:], "lr": 0.03})
-            plain.add_param_group({"params": theirs[2:], "lr": 0.03})
-        optimizer.step()
-        plain.step()
-        assert_same(ours, theirs)
-        if step == 0:
-            for scheduler in schedulers:
-                scheduler.step()
-    assert len(optimizer.param_groups) == 2
-
-
-def followed_memory(rank: int) -> None:
-    ours, theirs = make(), make()
-    optimizer = Zero1Optimizer(ours, torch.optim.SGD, grad_clipping=False, lr=0.1)
-    plain = torch.optim.SGD(theirs, lr=0.1)
-    for parameters in (ours, theirs):
-        parameters[4].data = torch.ones_like(parameters[4])
-    set_gradients(ours, rank, 0)
-    set_means(theirs, 0)
-    optimizer.step()
-    plain.step()
-    assert_same(ours, theirs)
-    ours[4].data = ours[4].data.double()
-    if any(shard.parameter == 4 for shard, _, _ in optimizer.shards()):
-        with pytest.raises(RuntimeError, match=r"make the optimizer after the model is moved"):
-            optimizer._sharded.buckets[0].follow()
 
 
 def bytes_of_state(rank: int) -> int:
@@ -316,25 +233,13 @@ def refusals(rank: int) -> None:
     for refused, told in cases:
         with pytest.raises(ValueError, match=rf"^{refused.__name__} {told}.*or use {refused.__name__} without shard"):
             Zero1Optimizer(parameters, refused, lr=0.1)
-    with pytest.raises(ValueError, match=rf"^AdamW takes differentiable=True, and {flat}"):
-        Zero1Optimizer(parameters, torch.optim.AdamW, differentiable=True)
     with pytest.raises(ValueError, match=r"a group has a parameter twice, .* leave one of them out"):
         Zero1Optimizer([parameters[0], parameters[0]], torch.optim.AdamW)
-    with pytest.raises(TypeError, match=r"optimizer_class must be a class"):
-        Zero1Optimizer(parameters, torch.optim.AdamW(make()))  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"Invalid learning rate"):
-        Zero1Optimizer(parameters, torch.optim.AdamW, lr=-1.0)
-    with pytest.raises(TypeError, match=r"unexpected keyword argument 'momentum'"):
-        Zero1Optimizer(parameters, torch.optim.AdamW, momentum=0.9)
-    with pytest.raises(ValueError, match=r"max_norm must be above 0"):
-        Zero1Optimizer(parameters, torch.optim.AdamW, max_norm=0.0)
     with pytest.raises(RuntimeError, match=r"after move_model_to_device\(\)"):
         Zero1Optimizer([nn.Parameter(torch.empty(3, device="meta"))], torch.optim.AdamW)
     for argument, message in (
         ({"sharding_groups": [[0], [1]]}, r"sharding_groups=\[\[0\], \[1\]\] are other ranks .*leave it out"),
-        ({"grad_norm_groups": [[1]]}, r"grad_norm_groups=\[\[1\]\] are other ranks"),
         ({"lazy_init": True}, r"lazy_init=True is not supported"),
-        ({"bucket_cap_mb_all_gather": 1, "bucket_cap_mb_reduce_scatter": 2}, r"differ, and one layout serves both"),
     ):
         with pytest.raises(ValueError, match=message):
             NeuronZero1Optimizer(parameters, torch.optim.AdamW, **argument)
@@ -359,9 +264,6 @@ def replicas_that_differ(rank: int) -> None:
     calls = mock.patch.object(board, "training_steps", return_value=3 + rank)
     with calls, pytest.raises(RuntimeError, match=TRAININGS):
         optimizer._present_anywhere()
-    optimizer = Zero1Optimizer(make(), torch.optim.SGD, whole_gradients=rank == 1)
-    with pytest.raises(RuntimeError, match="or another max_norm, sharding_groups or whole_gradients: each would step"):
-        optimizer._present_anywhere()
     # Groups of one replica need no process group.
     optimizer = Zero1Optimizer(make(), torch.optim.SGD, sharding_groups=1 + rank)
     with pytest.raises(RuntimeError, match="or another max_norm, sharding_groups or whole_gradients: each would step"):
@@ -374,12 +276,9 @@ def replicas_that_differ(rank: int) -> None:
 CASES: list[Callable[[int], Any]] = [
     every_class,
     clipping_and_schedulers,
-    averaged_gradients_stay,
     missing_gradients,
     half_parameters,
     saved_state,
-    groups_that_grow,
-    followed_memory,
     bytes_of_state,
     scaled,
     refusals,

@@ -1,7 +1,6 @@
 """Units of models with parameters in odd places, and of models that a program changes between steps."""
 
 import re
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -13,8 +12,6 @@ from torch.nn import functional
 
 import nxdpp
 from nxdpp import NxDPPModel, parallel_state
-from nxdpp.ground.torch_names import FSDP_GATHER
-from tests.support import fake_device
 from tests.support.run_ranks import run_ranks
 
 HIDDEN = 8
@@ -112,7 +109,7 @@ def new(kind: type[Model] = Model, seed: int = 0) -> Model:
     return kind()
 
 
-def train(model: Any, steps: int = 3, between: Callable[[Any], None] | None = None) -> dict[str, torch.Tensor]:
+def train(model: Any, steps: int = 2, between: Callable[[Any], None] | None = None) -> dict[str, torch.Tensor]:
     """Losses and the parameters after the steps, whole."""
     optimizer = torch.optim.SGD(model.local_parameters(), lr=0.1, momentum=0.9)
     found = {}
@@ -147,26 +144,18 @@ def compare_all(rank: int) -> dict[str, float]:
     """Greatest differences from whole replicas."""
     parallel_state.initialize_model_parallel(hang_timeout=60)
     found = {}
-    for name, between in {"steps": None, "a layer called": _call_a_layer, "whole state loaded": _load_whole}.items():
-        whole = train(wrap(new(), shards=False), between=_load_whole if between is _load_whole else None)
-        for resharding in (None, True):
-            ours = train(wrap(new(), True, resharding), between=between)
-            assert ours.keys() == whole.keys()
-            found[f"{name}, {resharding}"] = distance(ours, whole)
-    whole = train(wrap(new(PassingModel), shards=False))
-    for resharding in (None, True):
-        found[f"a view, {resharding}"] = distance(train(wrap(new(PassingModel), True, resharding)), whole)
+    whole, loaded = train(wrap(new(), shards=False)), train(wrap(new(), shards=False), between=_load_whole)
+    found["steps, resharding"] = distance(train(wrap(new(), True, True)), whole)
+    found["a layer called"] = distance(train(wrap(new(), True), between=_call_a_layer), whole)
+    found["whole state loaded"] = distance(train(wrap(new(), True), between=_load_whole), loaded)
+    passing = train(wrap(new(PassingModel), shards=False))
+    found["a view"] = distance(train(wrap(new(PassingModel), True)), passing)
     return found
 
 
 def distance(ours: dict[str, torch.Tensor], whole: dict[str, torch.Tensor]) -> float:
+    assert ours.keys() == whole.keys()
     return max((ours[key] - whole[key]).abs().max().item() for key in whole)
-
-
-def test_odd_models_train_as_whole_replicas() -> None:
-    for rank in run_ranks(2, compare_all):
-        for name, greatest in rank.items():
-            assert greatest < EQUAL, f"{name} by {greatest}"
 
 
 def refusals(rank: int) -> dict[str, str]:
@@ -190,6 +179,12 @@ def refusals(rank: int) -> dict[str, str]:
     return found
 
 
+def odd_models(rank: int) -> tuple[dict[str, float], dict[str, str]]:
+    found = compare_all(rank)
+    parallel_state.destroy_model_parallel()
+    return found, refusals(rank)
+
+
 def replace(rank: int) -> None:
     """Replace a parameter between two steps."""
     parallel_state.initialize_model_parallel(hang_timeout=60)
@@ -205,8 +200,11 @@ def hold(rank: int) -> None:
     train(wrap(new(ListModel), shards=True), steps=1)
 
 
-def test_what_would_be_wrong_is_refused() -> None:
-    for rank in run_ranks(2, refusals):
+def test_odd_models_train_as_whole_replicas() -> None:
+    """What would be wrong is refused."""
+    for differences, rank in run_ranks(2, odd_models):
+        for name, greatest in differences.items():
+            assert greatest < EQUAL, f"{name} by {greatest}"
         assert "call it once" in rank["a second call"]
         assert re.search(r"stays torch.float64 on (cpu|fake:0): convert and move", rank["a dtype"])
         assert rank["a device of no memory"]
@@ -220,37 +218,3 @@ def test_what_would_be_wrong_is_refused() -> None:
 def test_what_would_train_another_parameter_ends_the_step(run: Callable[[int], None], words: str) -> None:
     with pytest.raises(AssertionError, match=words):
         run_ranks(2, run)
-
-
-def abandoned(rank: int) -> bool:
-    """Train after a step that fails on the one rank that has begun a gather: its rows and its memory are whole."""
-    fake_device.install()
-    parallel_state.initialize_model_parallel(device="fake", hang_timeout=100)
-    torch.manual_seed(0)
-    model = NxDPPModel(Model(), transformer_layer_cls=Layer, num_microbatches=2)
-    nxdpp.fully_shard(model)
-    model.move_model_to_device()
-    assert model.part.shards is not None
-    unit = model.part.shards.units[0]
-    stays = True
-    if rank == 0:
-        unit.start_gather()
-        message = weakref.ref(FSDP_GATHER.of(unit._group).all_gather_output)
-        unit.abandon(drops=True)
-        stays = message() is not None
-    else:
-        unit.make_whole()
-        unit.free()
-    assert not unit.is_whole
-    with torch.no_grad():
-        for parameter in unit.parameters:
-            assert isinstance(parameter, DTensor)
-            parameter.to_local().fill_(3.0)
-    parallel_state.destroy_model_parallel()
-    return stays
-
-
-@pytest.mark.skipif(fake_device.why_not() is not None, reason=str(fake_device.why_not()))
-def test_rows_may_change_after_a_gather_that_is_abandoned_on_its_way() -> None:
-    fake_device.built()
-    assert all(run_ranks(2, abandoned))

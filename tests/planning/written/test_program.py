@@ -1,10 +1,7 @@
 """Programs of a plan: what ``--write train.py`` writes runs as it is."""
 
 import json
-import os
 import re
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,70 +15,47 @@ from nxdpp.planning.written.program import program
 from tests.planning.test_plan_command import CONFIG
 from tests.support.run_program import run_program
 
-OPTIONS = ["--devices", "4", "--device-memory", "1GB", "--global-batch", "4", "--device", "cpu", "--link", "1GB/s"]
-FIXED = ["--tensor-parallel-size", "2", "--pipeline-parallel-size", "2", "--autocast", "bfloat16"]
+OPTIONS = ["--devices", "2", "--device-memory", "1GB", "--global-batch", "4", "--device", "cpu", "--link", "1GB/s"]
+FIXED = ["--pipeline-parallel-size", "2", "--autocast", "bfloat16"]
 
 
 def test_written_programs_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Under autocast by the command, and in bfloat16: with and without deferred construction, and with shards."""
+    """Under autocast by the command, and in bfloat16: with deferred construction, and with shards."""
     configuration, file = tmp_path / "config.json", tmp_path / "train.py"
     configuration.write_text(json.dumps(CONFIG))
     assert main(["plan", str(tmp_path), *OPTIONS, *FIXED, "--write", str(file)]) == 0
     printed = capsys.readouterr().out
-    command = f"torchrun --nproc-per-node 4 {file}"
+    command = f"torchrun --nproc-per-node 2 {file}"
     assert printed.endswith(f"The program is written. Its start:\n\n{command}\n")
-    layout = Layout(tensor=2, pipeline=2, checkpoint=True, zero=1)
+    layout = Layout(tensor=2, checkpoint=True, zero=1)
     config = LlamaConfig.from_json_file(configuration)
     half = nxdpp.plan(
-        config, devices=4, device_memory="1GB", global_batch=4, device="cpu", layouts=[layout], dtype="bfloat16"
+        config, devices=2, device_memory="1GB", global_batch=4, device="cpu", layouts=[layout], dtype="bfloat16"
     )
-    for name, plan in (("whole", half), ("deferred", replace(half, device_memory=1000))):
-        source = program(plan, str(configuration))
-        assert ("deferred_init(lambda: LlamaForCausalLM(config).to(torch.bfloat16))" in source) == (name == "deferred")
-        (tmp_path / f"{name}.py").write_text(source)
+    source = program(replace(half, device_memory=1000), str(configuration))
+    assert "deferred_init(lambda: LlamaForCausalLM(config).to(torch.bfloat16))" in source
+    (tmp_path / "deferred.py").write_text(source)
     shards = nxdpp.plan(
         config,
-        devices=4,
+        devices=2,
         device_memory="1GB",
-        global_batch=8,
+        global_batch=4,
         device="cpu",
-        layouts=[Layout(pipeline=2, data=2, zero=3)],
+        layouts=[Layout(data=2, zero=3)],
         dtype="bfloat16",
         gradient_dtype="float32",
     )
     source = program(replace(shards, device_memory=1000), str(configuration))
     assert "deferred_init(lambda: LlamaForCausalLM(config))" in source
     (tmp_path / "sharded.py").write_text(source)
-    start = 'import runpy\n\nfor name in ("train", "whole", "deferred", "sharded"):\n    runpy.run_path(f"{name}.py")\n'
+    start = 'import runpy\n\nfor name in ("train", "deferred", "sharded"):\n    runpy.run_path(f"{name}.py")\n'
     (tmp_path / "all.py").write_text(start)
 
-    ended = run_program("all.py", [], 4, folder=tmp_path)
+    ended = run_program("all.py", [], 2, folder=tmp_path)
 
-    assert ended.codes == [0] * 4, ended.output
+    assert ended.codes == [0] * 2, ended.output
     lines = re.findall(r"step \d: loss \d\.\d+", ended.output)
-    assert len(lines) == 40
-    assert lines[10:20] == lines[20:30]
-
-
-def test_a_program_runs_in_fresh_interpreters(tmp_path: Path) -> None:
-    """Ranks of other tests have imported all rooms before."""
-    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
-    plan = nxdpp.plan(
-        LlamaConfig.from_dict(CONFIG),
-        devices=2,
-        device_memory="1GB",
-        global_batch=4,
-        device="cpu",
-        layouts=[Layout(pipeline=2)],
-    )
-    (tmp_path / "train.py").write_text(program(plan, "config.json"))
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "train.py"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-
-    ended = subprocess.run(torchrun, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=200)
-
-    assert ended.returncode == 0, ended.stderr
-    assert len(re.findall(r"step \d: loss \d\.\d+", ended.stdout)) == 10
+    assert len(lines) == 30
 
 
 def test_a_program_of_many_stages_fits_a_terminal() -> None:

@@ -1,5 +1,7 @@
 """Every family at every size: validity, order of microbatches, memory limit."""
 
+from itertools import product
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -52,15 +54,13 @@ def sizes(draw: st.DrawFn) -> tuple[str, int, int, int]:
     return name, draw(st.integers(1, 16)), chunks, draw(st.integers(1, 64))
 
 
-def test_names() -> None:
-    assert list(FAMILIES) == NAMES
-    for name in NAMES:
-        assert find_family(name).name == name
-
-
 @given(sizes())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=200, deadline=None)
 def test_every_schedule_of_every_size_runs(size: tuple[str, int, int, int]) -> None:
+    """Peaks are within the limit of the family; gradients are summed in the order of the microbatches.
+
+    That is the order of one process, for each action kind on every stage. A full backward is of two kinds.
+    """
     name, ranks, chunks, microbatches = size
     family = FAMILIES[name]
 
@@ -70,7 +70,13 @@ def test_every_schedule_of_every_size_runs(size: tuple[str, int, int, int]) -> N
     assert checked == (ranks, ranks * chunks, microbatches, True)
     placement = family.placement(ranks, chunks)
     for rank, actions in enumerate(schedule):
-        assert {action.stage for action in actions} == set(placement.stages_of(rank))
+        stages = {action.stage for action in actions}
+        assert stages == set(placement.stages_of(rank))
+        for stage, kinds_of_sum in product(stages, ("F", "BI", "BW")):
+            order = [a.microbatch for a in actions if a.stage == stage and a.kind.value in kinds_of_sum]
+            assert order == list(range(microbatches))
+    for rank, peak in enumerate(in_flight_peaks(schedule)):
+        assert peak <= MOST_IN_FLIGHT[name](ranks, chunks, microbatches, rank)
     if name in PARTLY_SPLIT:
         return
     kinds = {action.kind for actions in schedule for action in actions}
@@ -79,33 +85,10 @@ def test_every_schedule_of_every_size_runs(size: tuple[str, int, int, int]) -> N
     assert kinds == (split if name in SPLIT else full)
 
 
-@given(sizes())
-@settings(max_examples=150, deadline=None)
-def test_gradients_are_summed_in_the_order_of_the_microbatches(size: tuple[str, int, int, int]) -> None:
-    """Same order as in one process, for each action kind on every stage. A full backward is of two kinds."""
-    name, ranks, chunks, microbatches = size
-
-    for actions in FAMILIES[name].build(ranks, microbatches, chunks):
-        for stage in {action.stage for action in actions}:
-            for kinds in ("F", "BI", "BW"):
-                order = [a.microbatch for a in actions if a.stage == stage and a.kind.value in kinds]
-                assert order == list(range(microbatches))
-
-
-@given(sizes())
-@settings(max_examples=150, deadline=None)
-def test_peaks_are_within_the_limit_of_the_family(size: tuple[str, int, int, int]) -> None:
-    name, ranks, chunks, microbatches = size
-    peaks = in_flight_peaks(FAMILIES[name].build(ranks, microbatches, chunks))
-
-    for rank, peak in enumerate(peaks):
-        assert peak <= MOST_IN_FLIGHT[name](ranks, chunks, microbatches, rank)
-
-
 @given(
     st.sampled_from(["interleaved", "looped-bfs", "zb1p"]), st.integers(1, 16), st.integers(2, 4), st.integers(1, 64)
 )
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_odd_numbers_of_microbatches_cost_no_time(name: str, ranks: int, chunks: int, microbatches: int) -> None:
     """With at least p microbatches, a rank waits no longer than if p divides m."""
     waits = {"interleaved": 3 * (ranks - 1), "looped-bfs": 3 * (ranks - 1), "zb1p": ranks - 1}[name]
@@ -113,26 +96,6 @@ def test_odd_numbers_of_microbatches_cost_no_time(name: str, ranks: int, chunks:
     timeline = simulate(FAMILIES[name].build(ranks, max(microbatches, ranks), chunks))
 
     assert timeline.makespan - 3 * chunks * max(microbatches, ranks) == waits
-
-
-@given(st.integers(1, 16), st.integers(0, 40))
-@settings(max_examples=60, deadline=None)
-def test_a_rank_of_dualpipe_v_waits_for_fewer_than_p_chunks(ranks: int, more: int) -> None:
-    """As under ZB-V, with at least 2 p microbatches; only the last backwards and the first ones are split."""
-    microbatches = 2 * ranks + more
-    schedule = FAMILIES["dualpipe-v"].build(ranks, microbatches)
-
-    assert simulate(schedule).makespan - 6 * microbatches == ranks - 1
-    for rank, actions in enumerate(schedule):
-        split = sum(action.kind is ActionKind.WEIGHT_GRADIENT for action in actions)
-        assert split == 2 * ranks - rank - 1
-
-
-def test_looped_breadth_first_ends_a_chunk_before_the_one_before_it() -> None:
-    """The last backward of chunk c is the (v - c) m-th of all backwards of a rank."""
-    for rank, actions in enumerate(FAMILIES["looped-bfs"].build(2, 5, 3)):
-        backwards = [action.stage for action in actions if action.kind is ActionKind.BACKWARD]
-        assert backwards == [stage for stage in (rank + 4, rank + 2, rank) for _ in range(5)]
 
 
 @pytest.mark.parametrize(("name", "plain"), [("interleaved", "1f1b"), ("zb1p", "zb-h1"), ("looped-bfs", "gpipe")])

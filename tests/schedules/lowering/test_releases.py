@@ -38,7 +38,7 @@ def _run_at_random(pipeline: Pipeline, over: list[list[list[Action]]], random: R
 
 
 @given(pipelines(), st.integers(0, 2**32))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_a_released_send_has_been_used(pipeline: Pipeline, seed: int) -> None:
     over = [releases(pipeline.schedule, rank, pipeline.edges) for rank in range(len(pipeline.schedule))]
 
@@ -63,7 +63,7 @@ def _most_held(schedule: Schedule, rank: int, stages: int) -> int:
     return most
 
 
-@pytest.mark.parametrize("name", [name for name in FAMILIES if name not in ("gpipe", "looped-bfs")])
+@pytest.mark.parametrize("name", ["1f1b", "interleaved", "zb-v"])
 def test_held_sends_are_independent_of_the_number_of_microbatches(name: str) -> None:
     family = FAMILIES[name]
     stages = 4 * family.default_chunks
@@ -76,20 +76,6 @@ def test_held_sends_are_independent_of_the_number_of_microbatches(name: str) -> 
         assert held[1] <= 2 * (2 * 4 + 1) * family.default_chunks
 
 
-def test_the_example_in_the_module() -> None:
-    over = releases(FAMILIES["1f1b"].build(2, 3), 0, chain(2))
-
-    activation = ActionKind.SEND_ACTIVATION
-    assert over == [
-        [],
-        [],
-        [Action(0, activation, 0, 1)],
-        [],
-        [Action(0, activation, 1, 1)],
-        [Action(0, activation, 2, 1)],
-    ]
-
-
 def test_a_gradient_is_released_when_the_next_gradient_arrives() -> None:
     """Stage 1 computes its gradient from stage 2's: rank 0 knows at 0B0 that its send after 2B0 has arrived."""
     schedule = FAMILIES["interleaved"].build(2, 1, 2)
@@ -97,8 +83,3 @@ def test_a_gradient_is_released_when_the_next_gradient_arrives() -> None:
 
     assert over[Action(0, ActionKind.BACKWARD, 0)] == [Action(2, ActionKind.SEND_GRADIENT, 0, 1)]
     assert over[Action(2, ActionKind.FORWARD, 0)] == [Action(0, ActionKind.SEND_ACTIVATION, 0, 1)]
-
-
-def test_sends_without_an_answer_are_in_no_list() -> None:
-    """Rank 1 receives no tensor after its gradients: rank 0 has no forward left."""
-    assert releases(FAMILIES["gpipe"].build(2, 2), 1, chain(2)) == [[], [], [], []]

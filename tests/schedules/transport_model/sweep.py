@@ -1,12 +1,5 @@
-"""All cases of a sweep over families, sizes, boundaries and situations.
+"""Cases over families, sizes, boundaries and situations."""
 
-    python -m tests.schedules.transport_model.sweep --ranks 64
-
-checks any number of ranks in all situations that have the waits of the others. ``--all`` checks each situation.
-"""
-
-import argparse
-import time
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
@@ -14,13 +7,12 @@ from nxdpp.schedules.check import ScheduleError
 from nxdpp.schedules.families.forward_only import forward_only
 from nxdpp.schedules.families.registry import FAMILIES
 from nxdpp.schedules.lowering.lowering import StagePair
-from nxdpp.schedules.lowering.transport_rules import GLOO, NCCL, TransportRules
+from nxdpp.schedules.lowering.transport_rules import TransportRules
 from tests.schedules.transport_model.boundaries import chain, with_skips
 from tests.schedules.transport_model.model import Model, Programs
 from tests.schedules.transport_model.situation import Backend, Situation
 from tests.schedules.transport_model.verdict import backends, programs, situations, strictest
 
-RANKS = (2, 3, 4, 8, 16, 64)
 BOUNDARIES: dict[str, Callable[[int], frozenset[StagePair]]] = {"chain": chain, "skips": with_skips}
 
 
@@ -43,11 +35,6 @@ class Case(NamedTuple):
             family.build(self.ranks, self.microbatches) if self.trains else forward_only(placement, self.microbatches)
         )
         return programs(schedule, edges, self.rules, self.trains)
-
-
-def numbers_of_microbatches(ranks: int) -> list[int]:
-    """Return 1, p - 1, p, 2 p + 1 and 4 p."""
-    return sorted({1, ranks - 1, ranks, 2 * ranks + 1, 4 * ranks})
 
 
 def cases(ranks: int, microbatches: int, rules: TransportRules) -> Iterator[Case]:
@@ -76,28 +63,3 @@ def deadlocks(
 def every_situation(backend: Backend, ranks: int) -> list[Situation]:
     """Return all situations, those of each single rank included."""
     return list(situations(backend, ranks))
-
-
-def main() -> None:
-    """Print a line for each size; exit 1 after a deadlock."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--ranks", type=int, action="append", help="numbers of ranks; by default all of the sweep")
-    parser.add_argument(
-        "--all", action="store_true", help="each situation, not only those with the waits of the others"
-    )
-    options = parser.parse_args()
-    found: list[str] = []
-    for ranks in options.ranks or RANKS:
-        for microbatches in numbers_of_microbatches(ranks):
-            start, number = time.process_time(), len(found)
-            for rules in (GLOO, NCCL):
-                for case in cases(ranks, microbatches, rules):
-                    found += deadlocks(case, every_situation) if options.all else deadlocks(case)
-            seconds = time.process_time() - start
-            print(f"p = {ranks}, m = {microbatches}: {len(found) - number} deadlocks, {seconds:.1f} s", flush=True)
-    print(*found, sep="\n")
-    raise SystemExit(bool(found))
-
-
-if __name__ == "__main__":
-    main()

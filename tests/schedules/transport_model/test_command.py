@@ -4,16 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from nxdpp.schedules.families.registry import FAMILIES
 from nxdpp.schedules.lowering.transport_rules import NCCL, RULES
 from tests.schedules.transport_model.__main__ import main
-
-
-@pytest.mark.parametrize("name", list(FAMILIES))
-def test_no_family_deadlocks_over_nccl(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([name]) == 0
-
-    assert capsys.readouterr().out.startswith("transport nccl: no deadlock (training and evaluation; ")
 
 
 def test_a_schedule_from_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -39,16 +31,3 @@ def test_a_deadlock_over_a_transport_is_an_error(
     assert printed.err.startswith("transport nccl, training, a chain: nccl, lazy communicators, ")
     assert "deadlock: rank " in printed.err
     assert printed.out == ""
-
-
-def test_a_transport_that_does_not_exist(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        main(["1f1b", "--transport", "mpi"])
-
-    assert "argument --transport: invalid choice: 'mpi' (choose from" in capsys.readouterr().err
-
-
-def test_long_checks_are_told(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["1f1b", "--ranks", "2", "--microbatches", "2100", "--transport", "gloo"]) == 0
-
-    assert "checking transport gloo, evaluation, a chain with skips ...\n" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""No deadlock over any transport; larger pipelines by ``python -m tests.schedules.transport_model.sweep``."""
+"""No deadlock over any transport."""
 
 import pytest
 from hypothesis import given, settings
@@ -13,42 +13,26 @@ from tests.schedules.pipelines import Pipeline, pipelines
 from tests.schedules.transport_model.boundaries import chain
 from tests.schedules.transport_model.model import Model
 from tests.schedules.transport_model.situation import Backend, Situation, Synchronises
-from tests.schedules.transport_model.sweep import Case, cases, deadlocks, every_situation, numbers_of_microbatches
+from tests.schedules.transport_model.sweep import Case, cases, deadlocks, every_situation
 from tests.schedules.transport_model.verdict import backends, find_deadlock, programs
 
 RULES = pytest.mark.parametrize("rules", [GLOO, NCCL], ids=lambda rules: rules.name)
 
 
 @RULES
-@pytest.mark.parametrize(
-    ("ranks", "microbatches"),
-    [
-        pytest.param(ranks, m, marks=pytest.mark.sweep if m > 2 * ranks and ranks in (3, 8) else ())
-        for ranks in (2, 3, 4, 8)
-        for m in numbers_of_microbatches(ranks)
-    ],
-)
+@pytest.mark.parametrize(("ranks", "microbatches"), [(2, 1), (2, 5), (3, 2), (3, 12), (4, 9)])
 def test_every_family_ends(ranks: int, microbatches: int, rules: TransportRules) -> None:
     """In a chain and with skips, in training and evaluation, in the situations that have the waits of all others."""
     assert [text for case in cases(ranks, microbatches, rules) for text in deadlocks(case)] == []
 
 
-@pytest.mark.parametrize(
-    ("ranks", "microbatches", "rules"),
-    [(16, 1, GLOO), (16, 15, NCCL), (64, 1, GLOO), (64, 1, NCCL)],
-    ids=lambda value: getattr(value, "name", None),
-)
-def test_every_family_ends_on_many_ranks(ranks: int, microbatches: int, rules: TransportRules) -> None:
-    assert [text for case in cases(ranks, microbatches, rules) for text in deadlocks(case)] == []
-
-
-@pytest.mark.parametrize("name", ["1f1b", "interleaved", "zb-v"])
-def test_many_microbatches_on_64_ranks(name: str) -> None:
-    assert deadlocks(Case(name, 64, 63, "chain", True, NCCL)) == []
+def test_pipelines_of_many_ranks_end() -> None:
+    for name, ranks, microbatches in (("zb-v", 16, 15), ("1f1b", 64, 63)):
+        assert deadlocks(Case(name, ranks, microbatches, "chain", True, NCCL)) == []
 
 
 @RULES
-@pytest.mark.parametrize(("ranks", "microbatches"), [(2, 1), (2, 5), (3, 3)])
+@pytest.mark.parametrize(("ranks", "microbatches"), [(2, 1), (3, 3)])
 def test_every_situation_ends(ranks: int, microbatches: int, rules: TransportRules) -> None:
     """Synchronisation on each single rank and on all, one hardware queue, lazy and eager, first and later steps."""
     assert [text for case in cases(ranks, microbatches, rules) for text in deadlocks(case, every_situation)] == []
@@ -65,7 +49,7 @@ SITUATIONS = st.builds(
 
 
 @given(pipelines(), st.sampled_from([GLOO, NCCL]), SITUATIONS)
-@settings(max_examples=150)
+@settings(max_examples=100)
 def test_random_pipelines_end(pipeline: Pipeline, rules: TransportRules, situation: Situation) -> None:
     ranks = programs(pipeline.schedule, pipeline.edges, rules, pipeline.trains)
 

@@ -13,7 +13,7 @@ from nxdpp.pipeline.runtime.stage_runner import StageRunner
 from nxdpp.schedules.actions import Action, ActionKind
 from nxdpp.schedules.families.registry import FAMILIES
 from nxdpp.schedules.lowering.transport_rules import GLOO, NCCL, TransportRules
-from tests.pipeline.runtime.scheduled_models import Chain, Skips, make, rows, wrap
+from tests.pipeline.runtime.scheduled_models import Skips, make, rows, wrap
 from tests.schedules.transport_model.rank_calls import CallKind, RankCalls
 from tests.schedules.transport_model.verdict import programs
 from tests.support.nccl_rules import use_nccl_rules
@@ -58,7 +58,7 @@ def _noted_calls(calls: list[Noted]) -> None:
     noting(StageRunner, "_roots", lambda _, __, mb: ("COMPUTE", mb))
 
 
-def _train(rank: int, name: str, skips: bool, rules: TransportRules) -> list[Any]:
+def _train(rank: int, name: str, rules: TransportRules) -> list[Any]:
     """Return the actions and edges of the engine, and the calls of a first and a second step."""
     if rules == NCCL:
         use_nccl_rules()
@@ -74,7 +74,7 @@ def _train(rank: int, name: str, skips: bool, rules: TransportRules) -> list[Any
     Engine._compile = compiling  # type: ignore[method-assign]
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=RANKS)
     layers = RANKS * FAMILIES[name].default_chunks
-    wrapped = wrap(make(Skips if skips else Chain, layers), MICROBATCHES, schedule=name)
+    wrapped = wrap(make(Skips, layers), MICROBATCHES, schedule=name)
     steps = []
     for _ in range(2):
         calls.clear()
@@ -83,14 +83,14 @@ def _train(rank: int, name: str, skips: bool, rules: TransportRules) -> list[Any
     return [compiled, steps]
 
 
-def _edges(name: str, skips: bool) -> frozenset[tuple[int, int]]:
+def _edges(name: str) -> frozenset[tuple[int, int]]:
     """The first two stages of ``Skips`` send to all later ones."""
     stages = RANKS * FAMILIES[name].default_chunks
     return frozenset(
         (source, destination)
         for source in range(stages)
         for destination in range(source + 1, stages)
-        if destination == source + 1 or (skips and source < 2)
+        if destination == source + 1 or source < 2
     )
 
 
@@ -105,18 +105,17 @@ def _expected(calls: RankCalls, edges: frozenset[tuple[int, int]]) -> Iterator[N
 
 
 @pytest.mark.parametrize(
-    "rules",
+    ("name", "rules"),
     [
-        pytest.param(GLOO, marks=pytest.mark.cpu_only("a device has no calls of gloo"), id="gloo"),
-        pytest.param(NCCL, id="nccl"),
+        pytest.param("1f1b", GLOO, marks=pytest.mark.cpu_only("a device has no calls of gloo"), id="gloo"),
+        pytest.param("zb-v", NCCL, id="nccl"),
     ],
 )
-@pytest.mark.parametrize(("name", "skips"), [("1f1b", True), ("interleaved", False), ("zb-v", True)])
-def test_the_model_makes_the_calls_of_the_engine(name: str, skips: bool, rules: TransportRules) -> None:
-    edges = _edges(name, skips)
+def test_the_model_makes_the_calls_of_the_engine(name: str, rules: TransportRules) -> None:
+    edges = _edges(name)
     model = programs(FAMILIES[name].build(RANKS, MICROBATCHES), edges, rules)
 
-    for rank, (compiled, steps) in enumerate(run_ranks(RANKS, _train, name, skips, rules)):
+    for rank, (compiled, steps) in enumerate(run_ranks(RANKS, _train, name, rules)):
         actions = model.ranks[rank]
         assert compiled == [actions], "the very list of the engine"
         for step, calls in enumerate(steps):

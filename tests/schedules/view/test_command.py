@@ -25,16 +25,6 @@ def _run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("name", list(FAMILIES))
-def test_every_family_is_drawn(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["schedule", name, *SIZE]) == 0
-
-    printed = capsys.readouterr().out
-    assert f"{name}: 4 ranks" in printed
-    assert "rank 3  " in printed
-    assert "% on average" in printed
-
-
 def test_figures_of_the_drawing(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["schedule", "interleaved", "--ranks", "8", "--microbatches", "32", "--virtual", "4"]) == 0
 
@@ -89,36 +79,17 @@ def test_a_schedule_from_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert "leave out --ranks" in capsys.readouterr().err
 
 
-def test_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["schedule", "zb-h1", *SIZE, "--svg", str(tmp_path / "a.svg")]) == 0
-
-    assert (tmp_path / "a.svg").read_text().count("rank 3") == 1
-    assert "rank 3" in capsys.readouterr().out
-
-
 @pytest.mark.parametrize("columns", ["40", "200"])
-def test_lines_fit_into_the_terminal(columns: str) -> None:
+def test_lines_fit_into_the_terminal(
+    columns: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
     for arguments in (["interleaved", *SIZE], ["--compare", *SIZE]):
-        finished = _run(*arguments, COLUMNS=columns, NO_COLOR="1")
-
-        assert finished.returncode == 0, finished.stderr
-        assert "\x1b" not in finished.stdout
-        assert max(map(len, finished.stdout.splitlines())) <= int(columns)
-        assert "…" not in finished.stdout
-
-
-def test_a_narrow_comparison_cuts_no_number(capsys: pytest.CaptureFixture[str]) -> None:
-    size = ["--ranks", "8", "--microbatches", "64", "--forward", "1234567.891"]
-    assert main(["schedule", "v-min", "--compare", "--json", *size]) == 0
-    spans = [f"{row['makespan']:.0f}" for row in json.loads(capsys.readouterr().out)["families"]]
-
-    for width in ("40", "60"):
-        assert main(["schedule", "v-min", "--compare", "--width", width, *size]) == 0
-
+        assert main(["schedule", *arguments]) == 0
         printed = capsys.readouterr().out
-        assert set(spans) <= set(printed.split())
-        assert "v-min *" in printed
-        assert max(map(len, printed.splitlines())) <= int(width)
+        assert max(map(len, printed.splitlines())) <= int(columns)
+        assert "…" not in printed
+        assert "\x1b" not in printed
 
 
 def test_a_terminal_without_the_letters_of_a_name(tmp_path: Path) -> None:
@@ -135,30 +106,15 @@ def test_a_terminal_without_the_letters_of_a_name(tmp_path: Path) -> None:
 def test_colours_only_on_a_terminal() -> None:
     true = _run("zb-h1", *SIZE, FORCE_COLOR="1", COLORTERM="truecolor", TERM="xterm-256color").stdout
     assert "\x1b[38;2;16;20;24;48;2;0;163;117mI0 " in true
-    assert re.search(
-        r"\x1b\[38;5;\d+;48;5;\d+mI0 ", _run("zb-h1", *SIZE, FORCE_COLOR="1", TERM="xterm-256color").stdout
-    )
-    assert "\x1b" not in _run("zb-h1", *SIZE).stdout
+    plain = _run("zb-h1", *SIZE).stdout
+    assert "\x1b" not in plain
+    assert 68 < max(map(len, plain.splitlines())) <= 80
 
 
-def test_a_pipe_has_80_columns_and_width_sets_others() -> None:
-    for arguments, columns in (([], 80), (["--width", "60"], 60), (["--width", "107"], 107)):
-        longest = max(map(len, _run("1f1b", *SIZE, *arguments).stdout.splitlines()))
-        assert columns - 12 < longest <= columns
-
-
-def test_a_terminal_of_ascii_letters() -> None:
-    finished = _run("zb-v", *SIZE, PYTHONIOENCODING="ascii", COLUMNS="60")
-
-    assert finished.returncode == 0, finished.stderr
-    assert finished.stdout.isascii()
-
-
-@pytest.mark.parametrize("output", [[], ["--json"]])
-def test_a_reader_that_closes_the_pipe(output: list[str]) -> None:
+def test_a_reader_that_closes_the_pipe() -> None:
     """The output is longer than a pipe holds."""
     with subprocess.Popen(
-        [sys.executable, "-m", "nxdpp", "schedule", "zb-v", "--ranks", "16", "--microbatches", "128", *output],
+        [sys.executable, "-m", "nxdpp", "schedule", "zb-v", "--ranks", "16", "--microbatches", "128"],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     ) as running:  # fmt: skip
         assert running.stdout is not None
@@ -174,16 +130,11 @@ def test_a_reader_that_closes_the_pipe(output: list[str]) -> None:
     [
         (["2f2b", *SIZE], "there is no schedule '2f2b'. Choose one of gpipe, 1f1b"),
         ([*SIZE], "name a schedule, one of gpipe"),
-        (["1f1b", "--ranks", "4"], "--microbatches is missing"),
-        (["1f1b", "--microbatches", "4"], "--ranks is missing"),
         (["1f1b"], "--ranks and --microbatches are missing. Give both numbers: --ranks 4 --microbatches 8"),
         (["1f1b", *SIZE, "--virtual", "2"], "1f1b has 1 stage per rank, not 2"),
-        (["zb-v", *SIZE, "--virtual", "3"], "zb-v has 2 stages per rank, not 3"),
         (["none.csv"], "none.csv: cannot be read"),
         (["--compare", *SIZE, "--svg", "a.svg"], "--svg draws one schedule"),
         (["1f1b", *SIZE, "--zero", "2"], "--zero 2 tells what --exchange takes the time of: add --exchange T."),
-        (["1f1b", *SIZE, "--width", "39"], "--width 39 must be 40 or more."),
-        (["1f1b", *SIZE, "--width", "80", "--json"], "leave out --json, or --width"),
         (["1f1b", *SIZE, "--svg", "/nowhere/a.svg"], "--svg: /nowhere/a.svg cannot be written: No such file"),
     ],
 )
@@ -196,51 +147,9 @@ def test_refused_options(arguments: list[str], message: str, capsys: pytest.Capt
     assert not captured.out
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--ranks", "0"], "argument --ranks: '0' must be a whole number of at least 1"),
-        (["--microbatches", "x"], "argument --microbatches: 'x' must be a whole number"),
-        (["--forward", "-1"], "argument --forward: '-1' must be a finite number of at least 0"),
-        (["--transfer", "nan"], "argument --transfer: 'nan' must be a finite number of at least 0"),
-        (["--weight-gradient", "fast"], "argument --weight-gradient: 'fast' must be a finite number of at least 0"),
-    ],
-)
-def test_invalid_numbers(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as exited:
-        main(["schedule", "1f1b", *arguments])
-
-    assert exited.value.code == 2
-    assert message in capsys.readouterr().err
-
-
-def test_neither_torch_nor_transformers_is_imported() -> None:
-    program = "import sys; from nxdpp.__main__ import main; main(['schedule', '1f1b', '--ranks', '2', "
-    program += "'--microbatches', '2']); assert not {'torch', 'transformers'} & set(sys.modules)"
-
-    finished = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
-
-    assert finished.returncode == 0, finished.stderr
-
-
-@pytest.mark.parametrize("more", [["1f1b"], ["--compare"], ["1f1b", "--virtual", "100000"]])
+@pytest.mark.parametrize("more", [["--compare"], ["1f1b", "--virtual", "100000"]])
 def test_sizes_that_would_take_minutes_are_refused(more: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     ranks = "8" if "--virtual" in more else "100000"
     assert main(["schedule", *more, "--ranks", ranks, "--microbatches", ranks]) == 2
 
     assert "forwards to simulate, and the limit is 262,144" in capsys.readouterr().err
-
-
-def test_a_large_file_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "large.csv"
-    path.write_text(",".join(f"0F{microbatch}" for microbatch in range(2**18 + 1)))
-
-    assert main(["schedule", str(path)]) == 2
-
-    assert "large.csv has 262,145 forwards to simulate" in capsys.readouterr().err
-
-
-def test_a_large_size_is_told(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["schedule", "gpipe", "--ranks", "2", "--microbatches", "16400", "--json"]) == 0
-
-    assert "simulating 32,800 forwards and their backwards" in capsys.readouterr().err

@@ -14,7 +14,7 @@ from tests.support.run_ranks import run_ranks
 from tests.support.tensor_models import VOCABULARY, batch, llama, make
 from tools.zoo import build, inputs
 
-TYPES = ("doge", "gemma3n_text", "inkling_text", "inkling2_text")
+TYPES = ("doge", "gemma3n_text", "inkling_text")
 
 
 def _doge(**changes: Any) -> Any:
@@ -97,8 +97,6 @@ class TestOneOfTwo:
         ("model_type", "rule"),
         [
             ("doge", r"\.self_attn\.v_proj\. It must have .*dt_proj': 'rowwise_own_outputs', because the mask"),
-            ("gemma3n_text", r"\.mlp\.gate_proj\. It must have .*mlp': 'gaussian_topk', because its activation"),
-            ("inkling_text", r"It must have .*experts\.gate_up_proj': 'packed_colwise', because gate and up"),
         ],
     )
     def test_a_plan_without_a_rule_of_ours(self, model_type: str, rule: str) -> None:
@@ -107,8 +105,3 @@ class TestOneOfTwo:
             tensor_parallelize(model, model.tp_plan)
         without = {name: style for name, style in model.tp_plan.items() if ".mlp." not in name and "self" not in name}
         assert not without or tensor_parallelize(model, without) is model
-
-    def test_experts_of_two_blocks(self) -> None:
-        plan = {"model.layers.*.mlp.experts.gate_up_proj": "colwise"}
-        with pytest.raises(ValueError, match=r"gate and up as blocks of one tensor: give it the style packed_colwise"):
-            tensor_parallelize(make("experts"), plan)

@@ -40,7 +40,7 @@ def _with_biases_and_norms() -> list[Any]:
 
 
 def _numbers() -> None:
-    for model in (make("llama", **HEADS), make("llama", **ONE_HEAD), *_with_biases_and_norms()):
+    for model in (make("llama", **ONE_HEAD), *_with_biases_and_norms()):
         assert check_tensor_parallel(model, batch(), pad_heads=True)[0] < 1e-12, type(model)
 
 
@@ -79,7 +79,7 @@ def _training() -> None:
     wrapped = NxDPPModel(model, num_microbatches=1)
     # A larger eps: AdamW makes steps of the learning rate of gradients that are only rounding.
     optimizers = [torch.optim.AdamW(each.parameters(), lr=1e-2, eps=1e-3) for each in (wrapped, whole)]
-    for _ in range(3):
+    for _ in range(2):
         wrapped.run_train(**batch())
         whole(**batch()).loss.backward()
         for optimizer in optimizers:
@@ -95,7 +95,6 @@ def _cases(rank: int, folder: Path) -> None:
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
     _numbers()
     _initial_weights()
-    _checkpoints(folder / "three heads", HEADS)
     _checkpoints(folder / "one head", ONE_HEAD)
     _training()
     parallel_state.destroy_model_parallel()
@@ -121,12 +120,6 @@ class TestOneOfTwo:
             tensor_parallelize(make("llama", **HEADS))
         with pytest.raises(ValueError, match=r"3 heads .* divide over 2 tensor-parallel ranks: use a tensor-parallel"):
             tensor_parallelize(_Own(make("llama", **HEADS).config), pad_heads=True, plan=llama().tp_plan)
-
-    def test_heads_that_divide(self) -> None:
-        assert tensor_parallelize(make("llama"), pad_heads=True).model.layers[0].self_attn.k_proj.weight.shape == (
-            8,
-            32,
-        )
 
 
 class _OwnAttention(LlamaAttention):

@@ -109,12 +109,10 @@ def _initial_weights(tie: bool) -> list[str]:
 def _cases(rank: int, folder: Path) -> None:
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=2, pipeline_model_parallel_size=2)
     assert _microbatch_without_labels() < 1e-5
-    for name in ("gpt2", "bert", "t5"):
-        assert _step(name) < 1e-5, name
-    for tie in (False, True):
-        assert _step("llama", tie_word_embeddings=tie) < 1e-5, tie
-        assert not _checkpoints(folder / str(tie), tie), tie
-        assert not _initial_weights(tie), tie
+    assert _step("t5") < 1e-5
+    assert _step("llama", tie_word_embeddings=True) < 1e-5
+    assert not _checkpoints(folder, True)
+    assert not _initial_weights(True)
     parallel_state.destroy_model_parallel()
 
 

@@ -1,13 +1,11 @@
 """Sequence parallelism of unmodified Hugging Face models: two ranks equal one process."""
 
 import copy
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 import transformers
-from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from nxdpp import parallel_state, tensor_parallelize
@@ -17,7 +15,7 @@ from nxdpp.tensor.sequence_parallel import allreduce_sequence_parallel_gradients
 from tests.support.run_ranks import run_ranks
 from tests.support.tensor_models import VOCABULARY, batch, gradient_distance, make
 
-TYPES = sorted(f"{name}ForCausalLM" for name in ("Gemma", "Gemma2", "Llama", "Mistral", "Qwen2", "Qwen3"))
+TYPES = sorted(f"{name}ForCausalLM" for name in ("Gemma2", "Llama", "Qwen3"))
 SIZES: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "hidden_size": 32,
@@ -76,7 +74,6 @@ def _cases(rank: int) -> None:
         _compare("LlamaForCausalLM", kind)
     _compare("LlamaForCausalLM", attention_bias=True, mlp_bias=True)
     _compare("LlamaForCausalLM", tie_word_embeddings=True, num_hidden_layers=1)
-    _compare("Qwen3ForCausalLM", "recomputed")
     parallel_state.destroy_model_parallel()
 
 
@@ -88,13 +85,6 @@ def test_the_compared_types() -> None:
 
 def test_two_ranks_equal_one_process() -> None:
     run_ranks(2, _cases)
-
-
-@pytest.fixture
-def one_of_two() -> Iterator[None]:
-    parallel_state.initialize_debug(tensor_model_parallel_size=2)
-    yield
-    parallel_state.destroy_model_parallel()
 
 
 @pytest.mark.usefixtures("one_of_two")
@@ -129,7 +119,6 @@ class TestOneOfTwo:
                 "experts",
                 r"of model\.layers\.0\.mlp\.experts, a Qwen3MoeExperts of the style moe_tp_experts, and only norms",
             ),
-            ("gpt2", r"of transformer\.h\.0\.attn\.c_attn, a Conv1D of the style packed_colwise, and only norms"),
             ("t5", r"needs one list of layers .* divides encoder\.block, decoder\.block: leave it out"),
         ],
     )
@@ -138,28 +127,3 @@ class TestOneOfTwo:
         with pytest.raises(ValueError, match=sentence):
             tensor_parallelize(model, sequence_parallel=True)
         assert not any(getattr(parameter, "tensor_model_parallel", False) for parameter in model.parameters())
-
-    def test_a_type_that_was_not_compared(self) -> None:
-        class Other(type(make("llama"))):  # type: ignore[misc]
-            pass
-
-        Other.__name__ = "Olmo3ForCausalLM"
-        model = Other(make("llama").config)
-        with pytest.raises(ValueError, match=r"of Olmo3ForCausalLM was not compared .* plan=model\.tp_plan to use"):
-            tensor_parallelize(model, sequence_parallel=True)
-        with pytest.warns(UserWarning, match="this plan was not compared with one process"):
-            tensor_parallelize(model, plan=model.tp_plan, sequence_parallel=True)
-        assert model.model.layers[0].mlp.down_proj.sequence_parallel_enabled
-
-    def test_padded_heads(self) -> None:
-        with pytest.raises(ValueError, match="leave one of them out"):
-            tensor_parallelize(make("llama"), sequence_parallel=True, pad_heads=True)
-
-    def test_a_plan_without_a_row(self) -> None:
-        model = nn.ModuleDict(
-            {"layers": nn.ModuleList([nn.ModuleDict({"mlp": nn.ModuleDict({"up": nn.Linear(4, 4)})})])}
-        )
-        with pytest.raises(ValueError, match=r"of layers\.0\.mlp, a ModuleDict, which has no row-parallel layer"):
-            tensor_parallelize(model, {"layers.*.mlp.up": "colwise"}, sequence_parallel=True)
-        with pytest.raises(ValueError, match=r"this one divides none: leave it out"):
-            tensor_parallelize(nn.ModuleDict({"up": nn.Linear(4, 4)}), {"up": "colwise"}, sequence_parallel=True)

@@ -1,4 +1,4 @@
-"""All classes of the types whose plans ship with nxdpp, compared with one process."""
+"""Classes of the types whose plans ship with nxdpp, compared with one process."""
 
 import inspect
 from importlib import import_module
@@ -106,10 +106,12 @@ def _differences(rank: int) -> dict[str, float]:
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
     found = {}
     for model_type, (config, sizes) in CONFIGURATIONS.items():
-        for number, kind in enumerate(_classes(model_type)):
+        kinds = _classes(model_type)
+        # The base, a head with labels, and the last of the others.
+        chosen = {kinds[0], kinds[-1], next(kind for kind in kinds if kind.__name__.endswith(_WITH_LABELS))}
+        for kind in chosen:
             model = _model(kind, config, sizes)
-            for length in (12,) if number else (8, 12):
-                found[f"{kind.__name__} {length}"] = check_tensor_parallel(model, _inputs(kind, length))[0]
+            found[f"{kind.__name__} 12"] = check_tensor_parallel(model, _inputs(kind, 12))[0]
     for model_type, kind in (("bert", transformers.BertLMHeadModel), ("gpt2", transformers.GPT2LMHeadModel)):
         config, sizes = CONFIGURATIONS[model_type]
         model = _model(kind, config, sizes | {"is_decoder": True, "add_cross_attention": True})
@@ -123,8 +125,8 @@ def test_each_type_is_compared() -> None:
     assert CONFIGURATIONS.keys() == PLANS.keys()
 
 
-def test_all_classes_equal_one_process() -> None:
+def test_classes_of_each_type_equal_one_process() -> None:
     for found in run_ranks(2, _differences):
-        assert len(found) > 60
+        assert len(found) > 25
         for name, distance in found.items():
             assert distance < 1e-12, name
