@@ -6,9 +6,7 @@ The single-process references have one thread, like the ranks: the order of a su
 import atexit
 import gc
 import os
-import re
 import sys
-import tomllib
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -67,9 +65,7 @@ BOTH_PYTHONS = (
     "tracing/code", "tracing/graph", "tracing/models/test_dataclass_calls.py", "tracing/modules",
     "tracing/state/test_second_run.py", "tracing/values",
 )  # fmt: skip
-COLLECTED = pytest.StashKey[set[str]]()
-"""Files with collected tests below tests/, and the lines of sweeps.toml that some of them match."""
-SWEEPS = tomllib.loads((HERE / "sweeps.toml").read_text())
+assert all((HERE / name).exists() for name in BOTH_PYTHONS), "a path of BOTH_PYTHONS is not there"
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -91,23 +87,14 @@ def _of_both_pythons(path: Path) -> bool:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark the tests of ``BOTH_PYTHONS`` and of sweeps.toml before marks select tests."""
-    collected = config.stash.setdefault(COLLECTED, set())
-    sweeps = {pattern: re.compile(pattern) for pattern in SWEEPS}
+    """Mark the tests of ``BOTH_PYTHONS`` before marks select tests, and skip those that cannot hold on a device."""
     for item in items:
-        path = item.path.relative_to(HERE).as_posix()
-        collected.add(path)
         if _of_both_pythons(item.path):
             item.add_marker("both_pythons")
         for mark in item.iter_markers("cpu_only"):
             reason = reason_of(mark, item.nodeid)
             if config.getoption("device") != "cpu":
                 item.add_marker(pytest.mark.skip(reason=reason))
-        name = f"{path}::{item.nodeid.partition('::')[2]}"
-        matched = [pattern for pattern, compiled in sweeps.items() if compiled.fullmatch(name)]
-        if matched:
-            collected.update(matched)
-            item.add_marker("sweep")
 
 
 def reason_of(mark: pytest.Mark, test: str) -> str:
