@@ -154,7 +154,7 @@ def data_parallel(rank: int) -> float:
     wrapped = wrap(model, broadcast_and_average_loss=True, num_microbatches=2)
     ours = torch.optim.SGD(wrapped.local_parameters(), lr=0.5, momentum=0.9)
     theirs = torch.optim.SGD(whole.parameters(), lr=0.5, momentum=0.9)
-    distances = []
+    distances: list[float] = []
     for step in range(2):
         batch = padded_batch(8, seed=step)
         loss = wrapped.run_train(**{key: value.chunk(2)[replica] for key, value in batch.items()})
@@ -165,7 +165,8 @@ def data_parallel(rank: int) -> float:
             optimizer.step()
             optimizer.zero_grad()
     expected = whole.state_dict()
-    return max(*distances, *((v - expected[n]).abs().max().item() for n, v in wrapped.local_state_dict().items()))
+    distances += [(v - expected[n]).abs().max().item() for n, v in wrapped.local_state_dict().items()]
+    return max(distances)
 
 
 def test_two_stages_and_two_replicas_train_as_one_process() -> None:

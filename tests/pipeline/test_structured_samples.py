@@ -76,7 +76,8 @@ CASES: tuple[tuple[type[nn.Module], Callable[[int], Any]], ...] = (
 
 def test_structures_are_exact(one_rank: None) -> None:
     for model, sample in CASES:
-        assert_trains_alike(model, [{"data": sample(number)} for number in range(2)], virtual_pipeline_size=2)
+        samples: list[dict[str, Any]] = [{"data": sample(number)} for number in range(2)]
+        assert_trains_alike(model, samples, virtual_pipeline_size=2)
     settings: dict[str, Any] = {"gradient_reduction": "sum", "check_against_module": "first"}
     given = [{"data": pairs(0)}, {"data": list(pairs(1))}]
     assert_trains_alike(OfAPair, given, virtual_pipeline_size=2, **settings)

@@ -125,7 +125,7 @@ def test_invalid_ranks_and_sizes_are_refused(numbers: dict[str, Any], message: s
 
 
 def _start() -> None:
-    numbers = {
+    numbers: dict[str, Any] = {
         "pipeline_model_parallel_rank": 1,
         "pipeline_model_parallel_size": 3,
         "data_parallel_rank": 1,

@@ -244,7 +244,7 @@ def _all(rank: int, device: str | None) -> dict[str, Any]:
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2, device=device)
     return {name: run(case) for name, case in CASES.items()} | {
         "scaled": _scaled(),
-        "one process": in_one_process(tied=True),
+        "one process": in_one_process(),
     }
 
 

@@ -187,7 +187,7 @@ MASTERS: dict[str, Make] = {
 @pytest.mark.usefixtures("one_rank")
 def test_state_goes_from_one_optimizer_to_another(tmp_path: Path) -> None:
     masters, zero1 = MASTERS.values()
-    plain = partial(AdamW, lr=0.1)
+    plain: Make = partial(AdamW, lr=0.1)
     half = [(masters, masters), (masters, zero1), (zero1, masters)]
     for number, (saved, loaded) in enumerate(half):
         _goes_on(tmp_path / f"half {number}", saved, loaded, **HALF)

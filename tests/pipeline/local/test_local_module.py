@@ -3,7 +3,7 @@
 import copy
 import gc
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -59,7 +59,8 @@ def test_listings_follow_and_keep_nothing_alive() -> None:
 
     tree, follower = LocalModule(), Follower()
     tree.run_before_listings(follower.follow)
-    for number, listed in enumerate((tree.parameters, tree.named_buffers, tree.modules, tree.state_dict), 1):
+    listings: list[Callable[[], Any]] = [tree.parameters, tree.named_buffers, tree.modules, tree.state_dict]
+    for number, listed in enumerate(listings, 1):
         list(listed())
         assert len(followed) == number
     list(copy.deepcopy(tree).parameters())

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import numpy
@@ -91,10 +92,15 @@ def test_a_model_that_does_not_divide_by_the_number_of_items_is_refused_at_const
     NxDPPModel(make("bert", layers=2), loss_normalization="tokens", count_items_fn=count_all_labels)
 
 
+def _first(result: Any, microbatch: Any) -> Any:
+    return result
+
+
 def test_numbers_of_items() -> None:
     for value in (3, 3.0, torch.tensor(3), torch.tensor([3.0]), numpy.int64(3), numpy.float32(3)):
         assert number_of(value, ITEMS) == 3.0
-    for value in ("3", None, True, [3], torch.tensor([3, 4]), torch.tensor(True), torch.tensor(3j)):
+    others: list[Any] = ["3", None, True, [3], torch.tensor([3, 4]), torch.tensor(True), torch.tensor(3j)]
+    for other in others:
         with pytest.raises(TypeError, match=f"{ITEMS} must be a number, or a tensor of one element"):
             number_of(value, ITEMS)
     for value in (0, -1, math.inf, math.nan, torch.tensor(0)):
@@ -129,8 +135,9 @@ def test_steps_that_are_refused() -> None:
     with pytest.raises(ValueError, match=f"{ITEMS} and count_items_fn exclude each other"):
         both.run_train(**batch, num_items_in_batch=5)
     # Results of the function.
-    for result, error in ((-1, ValueError), ("2", TypeError), (0, ValueError)):
-        wrong = NxDPPModel(mean_model(2), **counting, count_items_fn=lambda _, result=result: result)
+    results: list[tuple[Any, type[Exception]]] = [(-1, ValueError), ("2", TypeError), (0, ValueError)]
+    for result, error in results:
+        wrong = NxDPPModel(mean_model(2), **counting, count_items_fn=partial(_first, result))
         with pytest.raises(error, match=r"count_items_fn for microbatch 0|no microbatch of the batch"):
             wrong.run_train(**batch)
     # A split that leaves the number out.

@@ -59,6 +59,7 @@ def test_a_spec_marks_one_value_with_booleans() -> None:
     for spec, marked in specs:
         with pytest.raises(ValueError, match=rf"marks {marked} values as the loss; exactly one must be True"):
             check_loss_spec(spec)
-    for wrong in ("loss", (True, 0), {"loss": "yes"}):
+    others: list[Any] = ["loss", (True, 0), {"loss": "yes"}]
+    for wrong in others:
         with pytest.raises(TypeError, match="takes booleans in dicts and tuples"):
             check_loss_spec(wrong)

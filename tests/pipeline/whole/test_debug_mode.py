@@ -25,7 +25,7 @@ def build(name: str) -> Any:
         return make(name)
     torch.manual_seed(1234)
     sizes: dict[str, Any] = {"vocab_size": 61, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 3, "num_heads": 4}
-    return T5ForConditionalGeneration(T5Config(**sizes, decoder_start_token_id=0))
+    return T5ForConditionalGeneration(T5Config(**{**sizes, "decoder_start_token_id": 0}))
 
 
 def describe(name: str, on_meta: bool, virtual_pipeline_size: int) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from nxdpp import NxDPPModel, apply_checkpoint, parallel_state
 from tests.support.models import gradient_differences, make, padded_batch, reference, train_in_one_process
 from tests.support.run_ranks import run_ranks
 
-CASES = {
+CASES: dict[int, dict[str, tuple[int, ...]]] = {
     1: {"llama": (2,)},
     2: {"llama": (1, 2, 6), "tied_llama": (6,)},
     4: {"llama": (3, 8), "tied_llama": (4,), "gpt2": (8,), "qwen3": (4,), "mixtral": (4,), "bert": (4,)},

@@ -87,9 +87,9 @@ def replicate(rank: int) -> None:
             check_near(wrapped, whole, wrapped.run_train(**own), expected, kept)
             # A replica without items has gradients of zero, and is no surprise in a later step.
             later = uneven_batch((31, 20, 0, 4, 0, 0, 0, 0), seed=1)
-            kept = KeptMessages()
+            messages = KeptMessages()
             wrapped.run_train(**{name: value.chunk(2)[replica] for name, value in later.items()})
-            assert kept.texts == []
+            assert messages.texts == []
     # The user counts the items of both replicas.
     model = make("llama", layers=2)
     whole = reference(model)

@@ -129,7 +129,7 @@ def huggingface() -> None:
 def encoder_and_decoder() -> None:
     sizes: dict[str, Any] = {"vocab_size": 61, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_heads": 4, "num_layers": 2}
     torch.manual_seed(1)
-    model = T5ForConditionalGeneration(T5Config(**sizes, dropout_rate=0.0, decoder_start_token_id=0))
+    model = T5ForConditionalGeneration(T5Config(**{**sizes, "dropout_rate": 0.0, "decoder_start_token_id": 0}))
     whole = reference(model)
     wrapped = NxDPPModel(model, num_microbatches=3, schedule="zb-v")
     batch = padded_batch(6)

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import fx, nn
-from torch.distributed import distributed_c10d  # type: ignore[attr-defined]  # public, though not in its __all__
+from torch.distributed import distributed_c10d
 from torch.utils.checkpoint import checkpoint
 
 from nxdpp.ranks.faults import progress as progress_module

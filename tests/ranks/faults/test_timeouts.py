@@ -11,7 +11,8 @@ from nxdpp.ranks.parallel_state import destroy_model_parallel, initialize_model_
 
 @pytest.mark.parametrize("name", ["hang", "compile"])
 def test_limits(name: str) -> None:
-    for taken in (0, 2.5, np.int64(300)):
+    good: list[Any] = [0, 2.5, np.int64(300)]
+    for taken in good:
         Timeouts(**{name: taken}).check()
     numbers: list[Any] = [-1, 0.5, float("nan"), float("inf")]
     for other in numbers:
