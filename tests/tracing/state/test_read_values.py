@@ -104,7 +104,8 @@ class Power:
         self.exponent = exponent
 
     def __call__(self, value: float) -> float:
-        return value**self.exponent
+        power: float = value**self.exponent
+        return power
 
 
 def doubled(model: Any, x: Tensor) -> Any:
@@ -177,8 +178,11 @@ def test_a_value_that_changes_between_steps_is_exact() -> None:
     model = Model(sum_of_all)
     pipeline = InProcessPipeline(model, 2, transformer_layer_cls=PlainLayer)
     inputs = {"x": torch.randn(4, 4)}
-    graph, before = None, None
-    for name, (_, change) in [("nothing", (None, lambda model: None)), *READS_AND_CHANGES.items()]:
+    graph: Any = None
+    before: Any = None
+    changes: dict[str, Callable[[Any], Any]] = {"nothing": lambda model: None}
+    changes |= {name: change for name, (_, change) in READS_AND_CHANGES.items()}
+    for name, change in changes.items():
         change(model)
         model.zero_grad()
         (loss,) = pipeline.train(inputs, 1)
