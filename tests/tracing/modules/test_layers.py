@@ -23,13 +23,8 @@ class Nested(nn.Module):
 def test_layers_by_class_name_and_list() -> None:
     """In the order of the model, not of the alphabet."""
     model = make_model("llama", layers=11)
-    for wanted in (
-        None,
-        LlamaDecoderLayer,
-        "LlamaDecoderLayer",
-        ("LlamaDecoderLayer",),
-        [GPT2Block, LlamaDecoderLayer],
-    ):
+    given: list[Any] = [None, LlamaDecoderLayer, "LlamaDecoderLayer", [GPT2Block, "LlamaDecoderLayer"]]
+    for wanted in given:
         assert layer_names(model, find_layer_classes(model, wanted)) == [f"model.layers.{index}" for index in range(11)]
 
 

@@ -104,7 +104,8 @@ class Power:
         self.exponent = exponent
 
     def __call__(self, value: float) -> float:
-        return float(value**self.exponent)
+        power: float = value**self.exponent
+        return power
 
 
 def doubled(model: Any, x: Tensor) -> Any:
@@ -177,19 +178,21 @@ def test_a_value_that_changes_between_steps_is_exact() -> None:
     model = Model(sum_of_all)
     pipeline = InProcessPipeline(model, 2, transformer_layer_cls=PlainLayer)
     inputs = {"x": torch.randn(4, 4)}
-    graph, before = None, None
-    for name, (_, change) in [("nothing", (None, lambda model: None)), *READS_AND_CHANGES.items()]:
+    graph: Any = None
+    before: Any = None
+    changes: dict[str, Callable[[Any], Any]] = {"nothing": lambda model: None}
+    changes |= {name: change for name, (_, change) in READS_AND_CHANGES.items()}
+    for name, change in changes.items():
         change(model)
         model.zero_grad()
         (loss,) = pipeline.train(inputs, 1)
-        gradients: list[Any] = [parameter.grad for parameter in model.parameters()]
+        gradients = [parameter.grad for parameter in model.parameters()]
         expected = model(**inputs)
         model.zero_grad()
         expected.backward()
         assert torch.equal(loss, expected), name
         assert before is None or not torch.equal(loss, before), name
-        whole: list[Any] = [parameter.grad for parameter in model.parameters()]
-        assert all(map(torch.equal, gradients, whole)), name
+        assert all(torch.equal(ours, each.grad) for ours, each in zip(gradients, model.parameters(), strict=True)), name
         found = pipeline.programs.cut_graph(inputs, True)
         assert found is pipeline.programs.cut_graph(inputs, True) is not graph, name
         graph, before = found, loss
