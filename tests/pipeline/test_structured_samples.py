@@ -79,7 +79,7 @@ def test_structures_are_exact(one_rank: None) -> None:
         samples: list[dict[str, Any]] = [{"data": sample(number)} for number in range(2)]
         assert_trains_alike(model, samples, virtual_pipeline_size=2)
     settings: dict[str, Any] = {"gradient_reduction": "sum", "check_against_module": "first"}
-    given = [{"data": pairs(0)}, {"data": list(pairs(1))}]
+    given: list[dict[str, Any]] = [{"data": pairs(0)}, {"data": list(pairs(1))}]
     assert_trains_alike(OfAPair, given, virtual_pipeline_size=2, **settings)
 
 

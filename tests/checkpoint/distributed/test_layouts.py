@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -38,8 +39,8 @@ class Scaled(nn.Module):
         return scaled
 
 
-def _scaled() -> nn.Module:
-    model: Any = make("mixtral")
+def _scaled() -> Any:
+    model = make("mixtral")
     model.model.norm = Scaled(model.model.norm)
     return model
 

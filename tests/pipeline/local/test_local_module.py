@@ -4,6 +4,7 @@ import copy
 import gc
 import weakref
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch

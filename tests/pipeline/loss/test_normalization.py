@@ -102,7 +102,7 @@ def test_numbers_of_items() -> None:
     others: list[Any] = ["3", None, True, [3], torch.tensor([3, 4]), torch.tensor(True), torch.tensor(3j)]
     for other in others:
         with pytest.raises(TypeError, match=f"{ITEMS} must be a number, or a tensor of one element"):
-            number_of(value, ITEMS)
+            number_of(other, ITEMS)
     for value in (0, -1, math.inf, math.nan, torch.tensor(0)):
         with pytest.raises(ValueError, match=f"{ITEMS} must be a finite number above 0"):
             number_of(value, ITEMS)

@@ -170,7 +170,8 @@ class Reading(Model):
             total = total + layer.by_hook + layer.moe.gate.other
         name = "by_name"
         total = total + sum(getattr(m, name) for m in self.modules() if hasattr(m, name))
-        return total + sum(getattr(m, "made") for m in self.modules() if hasattr(m, "made"))
+        modules: list[Any] = list(self.modules())
+        return total + sum(m.made for m in modules if hasattr(m, "made"))
 
 
 def test_attributes_that_are_left_behind_in_all_ways() -> None:
