@@ -164,7 +164,7 @@ _SAVED = {**_EVALUATED, "save_strategy": "steps", "save_steps": 2}
 _PACKED = {"packing": True, "max_length": 24, "per_device_train_batch_size": 1, "gradient_accumulation_steps": 2}
 _LOSSES = [
     *("sigmoid", "exo_pair", "nca_pair", "bco_pair", "sppo_hard", "aot", "aot_unpaired", "apo_zero", "apo_down"),
-    *("discopop", "sigmoid_norm", "robust"),
+    *("discopop", "sigmoid_norm"),
 ]
 
 STAGES = {
@@ -172,18 +172,18 @@ STAGES = {
     "packed, dynamic": Tuning({**_PACKED, "loss_type": "dft", "max_grad_norm": 0.1}),
     "experts": Tuning(model=small_mixtral),
     "pairs after adapters": Tuning(
-        {"loss_type": "hinge", "f_divergence_type": "js_divergence", "use_weighting": True, **_SAVED},
+        {"loss_type": "hinge", "f_divergence_type": "js_divergence", **_SAVED},
         pairs,
         adapted="before",
         evaluated=4,
     ),
     "many losses": Tuning(
-        {
-            "loss_type": _LOSSES,
-            "loss_weights": [0.1] * len(_LOSSES),
-            "label_smoothing": 0.1,
-            "ld_alpha": 0.5,
-        },
+        {"loss_type": _LOSSES, "loss_weights": [0.1] * len(_LOSSES), "label_smoothing": 0.1},
+        pairs,
+        reference=small_llama,
+    ),
+    "weighted pairs": Tuning(
+        {"use_weighting": True, "ld_alpha": 0.5, "label_smoothing": 0.1, "loss_type": "robust", "bf16": True},
         pairs,
         reference=small_llama,
     ),
