@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple, cast
@@ -19,22 +20,26 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from nxdpp import NxDPPModel, fully_shard, parallel_state
+from nxdpp import GradScaler, NxDPPModel, fully_shard, parallel_state
 from nxdpp.devices.accelerator import Accelerator
 from nxdpp.devices.kinds import device_of
-from nxdpp.gradients import buckets, overlapped_average
+from nxdpp.gradients import buckets, grad_scaler, overlapped_average
 from nxdpp.gradients.buckets import SentBucket
 from nxdpp.gradients.overlapped_average import OverlappedAverage
 from nxdpp.gradients.shards.unit import ShardedUnit
+from nxdpp.pipeline.local.tied_weights import TiedWeights
 from nxdpp.pipeline.p2p.channel import RemoteChannel
 from nxdpp.pipeline.p2p.transport import Transport
+from nxdpp.pipeline.stages import answered_call
 from nxdpp.ranks.faults.board import board
 from nxdpp.ranks.faults.local_peers import LocalPeers
 from nxdpp.ranks.faults.progress import Progress
 from nxdpp.ranks.faults.roll_call import own_answer
 from nxdpp.ranks.faults.stream_waits import StreamWaits
+from nxdpp.ranks.faults.timeouts import Timeouts
 from tests.support import fake_device
 from tests.support.fake_device import deadlock
+from tests.support.models import make, padded_batch
 from tests.support.run_ranks import run_ranks
 
 REASON = fake_device.why_not()
@@ -62,6 +67,32 @@ def _transposed(block: "Block", x: torch.Tensor) -> torch.Tensor:
     return _plain(block, x.reshape(len(x), -1, 4)).transpose(1, 2)
 
 
+def _complex(block: "Block", x: torch.Tensor) -> torch.Tensor:
+    real = torch.view_as_real(x).flatten(1) if x.is_complex() else x
+    return torch.view_as_complex(_plain(block, real).view(len(x), -1, 2))
+
+
+def _on_the_side(block: "Block", x: torch.Tensor) -> torch.Tensor:
+    if x.device.type != "fake":
+        # The trace asks for the shape.
+        return _plain(block, x)
+    with torch.no_grad():
+        doubled, side = x * 2, torch.Stream("fake")
+        side.wait_stream(torch.accelerator.current_stream())
+        with side:
+            doubled.abs()
+        record_stream(doubled, side)
+        del doubled
+        x.clone()
+        torch.accelerator.current_stream().wait_stream(side)
+    return _plain(block, x)
+
+
+def record_stream(tensor: torch.Tensor, stream: torch.Stream) -> None:
+    """Tell the allocator that a stream uses the tensor."""
+    tensor.record_stream(stream)
+
+
 def _slow(block: "Block", x: torch.Tensor) -> torch.Tensor:
     time.sleep(block.seconds)
     return _plain(block, x)
@@ -87,7 +118,7 @@ class Blocks(nn.Module):
     def __init__(self, compute: Any = _plain, layers: int = 4, is_tied: bool = False, device: str = "cpu") -> None:
         super().__init__()
         torch.manual_seed(0)
-        width = 4 if compute is _transposed else WIDTH
+        self.gives_complex, width = compute is _complex, 4 if compute is _transposed else WIDTH
         self.blocks = nn.ModuleList(Block(compute, width) for _ in range(layers))
         # Torch unties parameters that it moves to a type of another package.
         self.to(device, torch.float64)
@@ -97,12 +128,17 @@ class Blocks(nn.Module):
     def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         for block in self.blocks:
             x = block(x)
+        x = torch.view_as_real(x) if self.gives_complex else x
         return nn.functional.mse_loss(x.reshape(len(x), -1), labels)
 
 
 def batch_of(step: int) -> Batch:
     generator = torch.Generator().manual_seed(step)
     return {name: torch.randn(ROWS, WIDTH, generator=generator, dtype=torch.float64) for name in ("x", "labels")}
+
+
+def expanded_batch_of(step: int) -> Batch:
+    return {name: tensor[:1].expand(ROWS, WIDTH) for name, tensor in batch_of(step).items()}
 
 
 def pinned_batch_of(step: int) -> Batch:
@@ -186,6 +222,41 @@ class Trains:
                 if not torch.allclose(ours, expected[name], rtol=1e-9, atol=1e-12):
                     found.append(f"{name} is wrong")
         return found
+
+
+def asks_for_masks(rank: int) -> list[str]:
+    """Steps of a Llama with padded rows."""
+    with world(2):
+        model, batch = wrapped(make("llama")), padded_batch(ROWS)
+        for _ in range(STEPS):
+            with fake_device.host_waits() as waits:
+                model.run_train(**batch)
+    return [f"the host waits in {place}" for place in waits]
+
+
+def scales(rank: int) -> list[str]:
+    """Steps of a scaler: its answer is the one wait for other ranks."""
+    with world(2):
+        scaler = GradScaler("fake", init_scale=8.0)
+        model = wrapped(Blocks().float(), grad_scaler=scaler)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(STEPS):
+            model.run_train(**{name: tensor.float() for name, tensor in batch_of(step).items()})
+            with fake_device.host_waits() as waits:
+                scaler.unscale_(optimizer)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+    return [f"the host waits in {place}" for place in waits if "copy_ from the host" in place]
+
+
+def compares_infinities(rank: int) -> list[str]:
+    """A step whose gradients are infinite, compared with one process."""
+    with world(2):
+        model, batch = wrapped(Blocks(), check_against_module="first"), batch_of(0)
+        batch["labels"][0] = torch.inf
+        model.run_train(**batch)
+    return []
 
 
 def copies_to_the_host(rank: int) -> list[str]:
@@ -272,6 +343,10 @@ def _no_wait_of_a_send(patch: Patch) -> None:
     patch.setattr(RemoteChannel, "release", release)
 
 
+def _no_wait_of_tied_sends(patch: Patch) -> None:
+    patch.setattr(TiedWeights, "_finish_sends", lambda self: self._sends.clear())
+
+
 def _no_wait_of_equal_copies(patch: Patch) -> None:
     send = Transport.send
     patch.setattr(Transport, "send", lambda *arguments: (_Unwaited(), send(*arguments)[1]))
@@ -301,6 +376,22 @@ def _from_host(how: Callable[[torch.Tensor, torch.device], torch.Tensor]) -> Cal
 def _strides_are_dropped(patch: Patch) -> None:
     to_host = Accelerator.to_host
     patch.setattr(Accelerator, "to_host", lambda self, tensor: to_host(self, tensor.contiguous()))
+
+
+def _the_scaler_copies_itself(patch: Patch) -> None:
+    def own_copies(device: torch.device) -> Any:
+        known = device_of(device)
+        return SimpleNamespace(
+            from_host=lambda tensor: tensor.to(device), to_host=known.to_host, submit=known.submit, fill=known.fill
+        )
+
+    patch.setattr(grad_scaler, "device_of", own_copies)
+
+
+def _largest_of_all(patch: Patch) -> None:
+    # The greatest value was not looked at by itself: an infinity was the limit of all others.
+    to_num = torch.Tensor.nan_to_num
+    patch.setattr(torch.Tensor, "nan_to_num", lambda tensor, *to: tensor if to == (0, 0) else to_num(tensor, *to))
 
 
 def _buckets_by_arrival(patch: Patch) -> None:
@@ -336,6 +427,9 @@ class Row(NamedTuple):
 TABLE = {
     "wait of a receive": Row(_no_wait_of_a_receive, Trains(), "a race of two streams.*writes it in recv"),
     "wait of a send": Row(_no_wait_of_a_send, Trains(), "a race of two streams.*reads it in send"),
+    "wait of the gradients of a tied weight": Row(
+        _no_wait_of_tied_sends, Trains(is_tied=True), "a race of two streams.*reads it in send"
+    ),
     "wait of the values of a tied weight": Row(
         _no_wait_of_equal_copies, Trains(is_tied=True), "a race of two streams.*reads it in send"
     ),
@@ -354,13 +448,48 @@ TABLE = {
     "copy by way of pinned memory": Row(
         _from_host(lambda tensor, device: tensor.to(device)), Trains(), "the host waits in copy_ from the host"
     ),
+    "record_stream": Row(
+        lambda patch: patch.setitem(globals(), "record_stream", lambda *_: None),
+        Trains(_on_the_side),
+        "Call tensor.record_stream",
+    ),
+    "item": Row(
+        lambda patch: patch.setattr(Block, "asks", True), Trains(), "the host waits in aten::_local_scalar_dense"
+    ),
     "D1, stream waits": Row(
         lambda patch: patch.setattr(StreamWaits, "first", lambda self: None),
         waits_for_a_slow_rank,
         "told to be outside",
     ),
+    "D1, stream waits of messages": Row(
+        lambda patch: patch.setattr(Transport, "_arrived", lambda self, buffer, received, waits: received),
+        waits_for_a_slow_rank,
+        "told to be outside",
+    ),
+    "D2": Row(
+        lambda patch: patch.setattr(Timeouts, "of_operations", timedelta(seconds=SLOW_SECONDS / 4)),
+        waits_for_a_slow_rank,
+        "ran longer than its timeout of 375 ms",
+    ),
+    "D3": Row(
+        _from_host(lambda tensor, device: tensor.pin_memory().to(device, non_blocking=True)),
+        Trains(batches=expanded_batch_of),
+        "more than one element of the written-to tensor refers to a single memory location",
+    ),
     "D4": Row(_buckets_by_arrival, averages_in_one_order, "in a circle", 4, _small_buckets),
     "D5": Row(_strides_are_dropped, Trains(_transposed), "linear.weight is wrong", always=_over_gloo),
+    "D6": Row(
+        lambda patch: patch.setattr(Transport, "_sent_memory", lambda self, tensor: tensor),
+        Trains(_complex),
+        "Unconvertible NCCL type ComplexDouble",
+    ),
+    "D7": Row(_the_scaler_copies_itself, scales, "the host waits in copy_ from the host"),
+    "D8": Row(
+        lambda patch: patch.setattr(answered_call, "have_host_copies", lambda traced: False),
+        asks_for_masks,
+        "the host waits in .*masking_utils",
+    ),
+    "D9": Row(_largest_of_all, compares_infinities, "the first step differs from the module in one process"),
 }
 
 
@@ -383,6 +512,7 @@ def test_a_defect_is_found(name: str) -> None:
         run_ranks(TABLE[name].ranks, observed, [name], True, timeout=60)
 
 
-def test_nothing_is_found_without_a_defect() -> None:
-    programs = {(row.program, row.always): name for name, row in TABLE.items() if row.ranks == 2}
-    run_ranks(2, observed, list(programs.values()), False, timeout=120)
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.sweep)])
+def test_nothing_is_found_without_a_defect(ranks: int) -> None:
+    programs = {(row.program, row.always): name for name, row in TABLE.items() if row.ranks == ranks}
+    run_ranks(ranks, observed, list(programs.values()), False, timeout=120)
