@@ -26,42 +26,48 @@ pytestmark = pytest.mark.timeout(900)
 DRY, CUDA, EIGHT = Place("cpu", 0, True), Place("cuda", 1, False), Place("cuda", 8, False)
 
 
-def written_by(folder: Path, arguments: list[str]) -> tuple[dict[str, Any], str]:
-    """The JSON of the command, and its last line."""
+WAYS = pytest.mark.parametrize("parts", [["units", "sanitizer"], pytest.param([], marks=pytest.mark.sweep, id="all")])
+
+
+def written_by(folder: Path, arguments: list[str], parts: list[str]) -> tuple[dict[str, Any], str]:
+    """The JSON of the command for ``parts``, all by default, and its last line."""
     file = folder / "found.json"
-    command = [sys.executable, *arguments, "--json", str(file)]
+    named = [word for name in parts for word in ("--part", name)]
+    command = [sys.executable, *arguments, "--json", str(file), *named]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=800)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     found: dict[str, Any] = json.loads(file.read_text())
+    assert list(found["parts"]) == (parts or list(PARTS))
     return found, ended.stdout.splitlines()[-1]
 
 
-@pytest.mark.sweep
-def test_the_dry_command_of_the_guide_passes(tmp_path: Path) -> None:
+@WAYS
+def test_the_dry_command_of_the_guide_passes(parts: list[str], tmp_path: Path) -> None:
     (command,) = (line for _, line in commands(GUIDE / "gpus.md") if "gpu.py --dry" in line)
     python, *arguments = shlex.split(command, comments=True)
     assert python == "python"
-    found, row = written_by(tmp_path, arguments)
+    found, row = written_by(tmp_path, arguments, parts)
     cases = {name: [case["name"] for case in part["cases"]] for name, part in found["parts"].items()}
     for name, part in found["parts"].items():
         assert part["result"] == (gpu.ABSENT if name in ("several", "sanitizer") else PASSED)
         assert part["seconds"] <= part["limit"]
-    assert cases["schedules"] == [*FAMILIES, "1f1b, run_eval"]
-    assert "torch.distributed.pipelining" in row
-    assert cases["faults"] == faults.CASES
-    assert found["parts"]["faults"]["cases"][0]["figures"][0]["named_by"] == [0, 1]
+    if not parts:
+        assert cases["schedules"] == [*FAMILIES, "1f1b, run_eval"]
+        assert "torch.distributed.pipelining" in row
+        assert cases["faults"] == faults.CASES
+        assert found["parts"]["faults"]["cases"][0]["figures"][0]["named_by"] == [0, 1]
     header = (ROOT / "benchmarks/results/gpus.md").read_text().splitlines()
     assert f"| {' | '.join(gpu.COLUMNS)} |" in header
     assert row.count("|") == len(gpu.COLUMNS) + 1
 
 
 @on_fake
-@pytest.mark.sweep
-def test_the_command_on_the_fake_accelerator(tmp_path: Path) -> None:
+@WAYS
+def test_the_command_on_the_fake_accelerator(parts: list[str], tmp_path: Path) -> None:
     fake_device.built()
-    found, _ = written_by(tmp_path, ["benchmarks/gpu.py", "--device", "fake"])
+    found, _ = written_by(tmp_path, ["benchmarks/gpu.py", "--device", "fake"], parts)
     assert found["place"] == {"device": "fake", "visible": 1, "dry": True}
-    for case in found["parts"]["one"]["cases"]:
+    for case in found["parts"].get("one", {}).get("cases", ()):
         # None is a case without steps.
         assert case["figures"][0].get("host_waits") in (None, {})
 
