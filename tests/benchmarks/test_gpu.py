@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from benchmarks import gpu
-from benchmarks.first_hour import faults, one, schedules, speed
+from benchmarks.first_hour import faults
 from benchmarks.first_hour.parts import PARTS, Part
 from benchmarks.first_hour.place import ONE_CHIP, OWN, SHARED, Place
 from benchmarks.first_hour.start import FAILED, HUNG, PASSED, Ended, Start
@@ -70,26 +70,6 @@ def test_the_command_on_the_fake_accelerator(parts: list[str], tmp_path: Path) -
     for case in found["parts"].get("one", {}).get("cases", ()):
         # None is a case without steps.
         assert case["figures"][0].get("host_waits") in (None, {})
-
-
-@on_fake
-def test_a_case_of_each_part_passes_on_the_fake_accelerator(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def part(program: str, ranks: int, *cases: str) -> Part:
-        return Part("", 600, lambda place: [Start(program, cases, 120.0, ranks)])
-
-    fake_device.built()
-    parts = {
-        "units": PARTS["units"],
-        "one": part(one.__name__, 1, one.CASES[0]),
-        "several": part(schedules.__name__, 2, "zb-v"),
-        "speed": part(speed.__name__, 2, speed.CASES[0]),
-    }
-    monkeypatch.setattr(gpu, "PARTS", parts)
-    file = tmp_path / "found.json"
-    gpu.main(["--device", "fake", "--json", str(file)])
-    found = json.loads(file.read_text())
-    assert [part["result"] for part in found["parts"].values()] == [PASSED] * len(parts)
-    assert {"commit", "system", "torch", "python"} <= found["session"].keys()
 
 
 def test_a_case_that_fails_or_hangs_is_named_and_does_not_stop_the_next(

@@ -100,29 +100,10 @@ class Dataclasses(Base):
         return self.close(state.hidden + state.history[0] * state.count)
 
 
-class FrozenBlock(Block):
-    def forward(self, hidden: torch.Tensor) -> Any:
-        return Frozen(super().forward(hidden), hidden)
-
-
 @dataclass(frozen=True, slots=True)
 class Frozen:
     hidden: torch.Tensor
     before: torch.Tensor
-
-
-class DataclassAttributes(Base):
-    """Attributes of a layer's dataclass, read between the layers."""
-
-    def __init__(self) -> None:
-        super().__init__(FrozenBlock)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        hidden = self.embedding(x)
-        for block in self.blocks:
-            out = block(hidden)
-            hidden = out.hidden + out.before
-        return self.close(hidden)
 
 
 class TupleBlock(Block):
@@ -318,18 +299,6 @@ class Constants(Base):
         return self.close(hidden + torch.zeros_like(hidden) + torch.tensor([1.0, 2.0, 3.0, 4.0]))
 
 
-class GlobalConstant(Base):
-    """A global tensor of the Python module, and one in a list."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.listed = [torch.ones(WIDTH), torch.full((WIDTH,), 2.0)]
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        hidden = self.through(self.blocks, self.embedding(x) + SHIFT)
-        return self.close(hidden * self.listed[1] + SHIFT)
-
-
 class OutputsParameters(Base):
     """Returns parameters and buffers beside the loss."""
 
@@ -359,31 +328,6 @@ class DataclassOutput(Base):
         early = self.embedding(x)
         hidden = self.through(self.blocks, early)
         return Output(self.close(hidden), hidden, (early, hidden * 2))
-
-
-class DictOutput(Base):
-    """Returns a dict of early and late tensors and of other values."""
-
-    def forward(self, x: torch.Tensor) -> Any:
-        early = self.embedding(x)
-        hidden = self.through(self.blocks, early)
-        return {"early": early, "late": [hidden, (hidden.mean(), None)], "name": "text", "size": 3}
-
-
-class NamedTupleOutput(Base):
-    """Returns a named tuple."""
-
-    def forward(self, x: torch.Tensor) -> Any:
-        early = self.embedding(x)
-        return Pair(self.through(self.blocks, early), early)
-
-
-class DataclassWithoutLoss(Base):
-    """Returns a dataclass without a loss."""
-
-    def forward(self, x: torch.Tensor) -> Any:
-        hidden = self.embedding(x)
-        return State(self.through(self.blocks, hidden), [hidden, hidden * 2], 7)
 
 
 class Holder:
@@ -431,19 +375,6 @@ class ChangingBlock(Block):
         return result
 
 
-class ChangesSkip(Base):
-    """The second layer changes its input in place; the end of the model uses that input too."""
-
-    def __init__(self) -> None:
-        super().__init__(ChangingBlock)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        first = self.blocks[0](self.embedding(x))
-        second = self.blocks[1](first)
-        third = self.blocks[2](second)
-        return self.close(third + first)
-
-
 class ChangesInput(Base):
     """A layer changes the model's input in place; a later layer uses it too."""
 
@@ -453,27 +384,6 @@ class ChangesInput(Base):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         hidden = self.blocks[0](x)
         return self.close(self.blocks[2](self.blocks[1](hidden) + x))
-
-
-class Changer(nn.Module):
-    def forward(self, hidden: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
-        table += 1
-        return hidden * table
-
-
-class ChangesTable(Base):
-    """A module changes a table that every stage computes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.changer = Changer()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        table = torch.ones_like(x)
-        hidden = self.embedding(x)
-        for block in self.blocks:
-            hidden = self.changer(block(hidden), table.view(-1, WIDTH))
-        return self.close(hidden)
 
 
 class SharedCounter(Base):
@@ -528,18 +438,6 @@ class CountsInForward(Base):
         return self.close(self.through(self.blocks, self.embedding(x)) * self.steps)
 
 
-class ChangesAttribute(Base):
-    """Changes a tensor that is an attribute, not a buffer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = torch.zeros(WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.table.add_(1)
-        return self.close(self.through(self.blocks, self.embedding(x) + self.table))
-
-
 class ReadsStatistics(Base):
     """Reads the statistics of a batch norm."""
 
@@ -557,22 +455,6 @@ class Repeats(Base):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.close(self.through([*self.blocks, self.blocks[0]], self.embedding(x)))
-
-
-class Universal(nn.Module):
-    """One layer that runs four times."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Linear(WIDTH, WIDTH)
-        self.block = Block()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        hidden = self.embedding(x)
-        for _ in range(4):
-            hidden = self.block(hidden) + hidden
-        loss: torch.Tensor = hidden.square().mean()
-        return loss
 
 
 class TiedBlocks(Base):
@@ -633,26 +515,6 @@ class Normalised(Base):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.run(x)
-
-
-class WithMode(Base):
-    """A forward that differs between training and evaluation."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        hidden = self.through(self.blocks, self.embedding(x))
-        return self.close(hidden * 2 if self.training else hidden)
-
-
-def in_place_method() -> nn.Module:
-    return CountsInForward("method")
-
-
-def in_place_item() -> nn.Module:
-    return CountsInForward("item")
-
-
-def in_place_view() -> nn.Module:
-    return CountsInForward("view")
 
 
 def in_place_operator() -> nn.Module:

@@ -11,7 +11,6 @@ from transformers import (
     BertModel,
     LlamaConfig,
     LlamaForCausalLM,
-    LlamaForSequenceClassification,
     LlamaModel,
     ViTConfig,
     ViTModel,
@@ -76,17 +75,6 @@ class RewardHead(nn.Module):
         return pairwise(self.score(hidden)[rows, attention_mask.sum(1) - 1].squeeze(-1))
 
 
-class ClassifierAsReward(nn.Module):
-    """A classifier of one label as reward model."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.model = LlamaForSequenceClassification(llama(num_labels=1))
-
-    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None) -> torch.Tensor:
-        return pairwise(self.model(input_ids=input_ids, attention_mask=attention_mask).logits[:, 0])
-
-
 class ValueHead(nn.Module):
     """A language model with a value for each token, made of its last hidden state."""
 
@@ -101,22 +89,6 @@ class ValueHead(nn.Module):
         loss = self.pretrained_model.loss_function(logits=logits, labels=labels, vocab_size=logits.shape[-1])
         result: torch.Tensor = loss + self.v_head(hidden).squeeze(-1).pow(2).mean()
         return result
-
-
-class Embedder(nn.Module):
-    """Mean-pooled embeddings with a contrastive loss of the two halves of a batch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.encoder = BertModel(bert())
-
-    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
-        hidden = self.encoder(input_ids, attention_mask=attention_mask)[0]
-        weights = attention_mask.unsqueeze(-1).float()
-        pooled = (hidden * weights).sum(1) / weights.sum(1).clamp(min=1e-9)
-        first, second = F.normalize(pooled, dim=-1).chunk(2)
-        similarity = first @ second.T / 0.05
-        return F.cross_entropy(similarity, torch.arange(similarity.shape[0], device=similarity.device))
 
 
 class DetachedTeacher(nn.Module):
