@@ -108,8 +108,8 @@ def _differences(rank: int) -> dict[str, float]:
     for model_type, (config, sizes) in CONFIGURATIONS.items():
         kinds = _classes(model_type)
         # The base, a head with labels, and the last of the others.
-        chosen = {kinds[0], kinds[-1], next(kind for kind in kinds if kind.__name__.endswith(_WITH_LABELS))}
-        for kind in chosen:
+        labelled = next(kind for kind in kinds if kind.__name__.endswith(_WITH_LABELS))
+        for kind in dict.fromkeys([kinds[0], kinds[-1], labelled]):
             model = _model(kind, config, sizes)
             found[f"{kind.__name__} 12"] = check_tensor_parallel(model, _inputs(kind, 12))[0]
     for model_type, kind in (("bert", transformers.BertLMHeadModel), ("gpt2", transformers.GPT2LMHeadModel)):
