@@ -100,8 +100,9 @@ def mark_again(module: nn.Module) -> None:
 
 
 def _mark_own(module: nn.Module, *_: Any) -> None:
-    for parameter in PARAMETERS.of(module).values():
-        if parameter is not None and not is_tensor_parallel(parameter):
+    # torch.compile traces this method of torch, and no table of private names.
+    for parameter in module.parameters(recurse=False):
+        if not is_tensor_parallel(parameter):
             parameter.sequence_parallel_enabled = True
 
 

@@ -40,7 +40,7 @@ class Case(NamedTuple):
 
 
 LLAMA = Case(lambda: tensor_parallelize(divisible()))
-LAYERS = Case(lambda: ParallelModel(2, VOCABULARY, False), ParallelLayer)
+LAYERS = Case(lambda: ParallelModel(2, VOCABULARY, True), ParallelLayer)
 
 # Gradients of aot_eager differ by roundings in torch 2.9, in one process too.
 ROUNDINGS = 1e-6 if torch.__version__.startswith("2.9.") else 0.0
