@@ -79,7 +79,7 @@ def replicate(rank: int) -> None:
     for kept in ((31, 20, 17, 31, 10, 4, 0, 1), (31, 20, 0, 4, 0, 0, 0, 0)):
         batch = uneven_batch(kept)
         own = {name: value.chunk(2)[replica] for name, value in batch.items()}
-        for model in (make("llama", layers=2), mean_model(2)):
+        for model in (make("llama", layers=4), mean_model(4)):
             whole = reference(model)
             wrapped = tokens(model, schedule="zb1p")
             expected = whole(**batch)["loss"]
