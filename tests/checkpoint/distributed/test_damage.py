@@ -1,5 +1,6 @@
 """Damaged checkpoints: the file is named, and without a tag the next older whole checkpoint is loaded."""
 
+import errno
 import logging
 import os
 from collections.abc import Callable
@@ -162,3 +163,19 @@ def test_all_ranks_load_the_same_older_checkpoint(tmp_path: Path) -> None:
             assert f"{tmp_path / name}" in error
             assert "rank00001.safetensors is " in error
     assert directory.tags(tmp_path) == ["step_2", "step_1", "step_0"]
+
+
+def test_a_document_that_may_not_be_read_is_not_passed_over(
+    saved: list[dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A right that is missing may be given: an older checkpoint would lose steps in silence."""
+    read = Path.read_bytes
+
+    def failing(self: Path) -> bytes:
+        if self != tmp_path / "step_2" / DOCUMENT:
+            return read(self)
+        raise OSError(errno.EACCES, os.strerror(errno.EACCES), str(self))
+
+    monkeypatch.setattr(Path, "read_bytes", failing)
+    with pytest.raises(PermissionError, match="step_2"):
+        Training().load(tmp_path)
