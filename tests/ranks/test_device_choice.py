@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch.distributed import HashStore, distributed_c10d  # type: ignore[attr-defined]
 
 from nxdpp.devices import accelerator, cuda
-from nxdpp.ranks import current_state, parallel_state
-from nxdpp.ranks.device_choice import choose, device_of_world, verify_own_devices
+from nxdpp.ranks import current_state, launch, parallel_state
+from nxdpp.ranks.device_choice import choose, device_of_world, start_device, verify_own_devices, wanted_device
 from nxdpp.ranks.launcher import Launcher
 from nxdpp.ranks.transfer_groups import unbound
 from tests.support.fake_cuda import FakeCuda
@@ -274,6 +274,15 @@ def test_an_accelerator_of_another_type() -> None:
         choose(Launcher("torchrun", 0, 1, 0, 1), None, "cuda")
 
 
+@pytest.mark.usefixtures("xpus")
+def test_an_absent_type_names_the_remedies() -> None:
+    launcher = Launcher("torchrun", 0, 2, 0, 2)
+    with pytest.raises(ValueError, match=r"^device='hpu' needs a device of the type 'hpu', and torch finds none"):
+        choose(launcher, None, "hpu")
+    with pytest.raises(ValueError, match=r"^device='meta' must be 'cpu', 'cuda', 'xpu' or another type"):
+        choose(launcher, None, "meta")
+
+
 def test_a_type_without_a_backend_is_taken_by_name_and_told_of(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -301,3 +310,79 @@ def test_no_group_splits_the_communicator_of_a_bound_world() -> None:
         assert world.bound_device_id == torch.device("cuda", 0)
     finally:
         dist.destroy_process_group()
+
+
+def test_an_unknown_local_rank_among_several_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    FakeCuda(visible=4).install(monkeypatch)
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setenv("MASTER_ADDR", "node1")
+    monkeypatch.setenv("MASTER_PORT", "29500")
+    with pytest.raises(RuntimeError, match="which of them is that of rank 1: export LOCAL_RANK"):
+        launch.choose_device(None)
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert launch.choose_device(None) == torch.device("cuda", 1)
+
+
+def test_devices_without_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
+    FakeCuda(visible=2, nccl=False).install(monkeypatch)
+    launcher = Launcher("torchrun", 0, 2, 0, 2)
+    with pytest.raises(RuntimeError, match="2 CUDA devices are visible, and this torch is built without NCCL"):
+        choose(launcher, None)
+    assert choose(launcher, "gloo") == CPU
+
+
+def test_a_device_that_cannot_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    FakeCuda(visible=2, broken=[0]).install(monkeypatch)
+    with pytest.raises(RuntimeError, match=r"cuda:0 of host .* is visible and cannot be used: CUDA error: all CUDA-"):
+        start_device(torch.device("cuda", 0))
+    assert start_device(torch.device("cuda", 1)) == "H200 uuid-1"
+
+
+def test_a_device_in_a_world_of_the_caller(monkeypatch: pytest.MonkeyPatch) -> None:
+    launcher = Launcher("python", 0, 1, 0, 1)
+    FakeXla().install(monkeypatch, "CPU")
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    try:
+        assert device_of_world(launcher, None, "xla") == torch.device("xla", 0)
+        assert device_of_world(launcher, None, "cpu") == device_of_world(launcher, None) == CPU
+        with pytest.raises(
+            ValueError, match=r"device='cuda', but torch\.distributed already .*: leave device out, or st"
+        ):
+            parallel_state.initialize_model_parallel(device="cuda")
+        monkeypatch.setattr(dist, "get_backend_config", lambda: "cuda:nccl")
+        for device in ("cpu", "xla"):
+            with pytest.raises(ValueError, match=f"device='{device}', but .* runs on cuda:nccl: leave device out, or"):
+                parallel_state.initialize_model_parallel(device=device)
+        assert not parallel_state.model_parallel_is_initialized()
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_second_call_has_the_same_device() -> None:
+    parallel_state.initialize_model_parallel(device="cpu")
+    try:
+        parallel_state.initialize_model_parallel(device="cpu", backend="gloo")
+        parallel_state.initialize_model_parallel()
+        for device in ("xla", "cuda"):
+            with pytest.raises(
+                RuntimeError, match=f"on device='cpu', which differs from device='{device}': call destr"
+            ):
+                parallel_state.initialize_model_parallel(device=device)
+        with pytest.raises(ValueError, match="device='tpu' must be"):
+            parallel_state.initialize_model_parallel(device="tpu")
+    finally:
+        parallel_state.destroy_model_parallel()
+
+
+@pytest.mark.parametrize(
+    ("backend", "device", "needed"), [("nccl", "xla", "gloo"), ("nccl", "cpu", "gloo"), ("gloo", "cuda", "nccl")]
+)
+def test_a_backend_that_does_not_serve_the_device(backend: str, device: str, needed: str) -> None:
+    expected = (
+        f"backend='{backend}' does not serve device='{device}', which communicates over {needed}: leave backend out, "
+        f"or give backend='{needed}'"
+    )
+    with pytest.raises(ValueError, match=re.escape(expected)):
+        wanted_device(backend, device)
+    assert wanted_device(None, device) == wanted_device(needed, device) == device

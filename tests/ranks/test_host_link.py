@@ -161,3 +161,9 @@ def test_lack_of_memory_and_a_message_above_the_limit_are_told(ends: Ends, monke
     assert not ends[1].receive(small, 1)
     with pytest.raises(OSError, match="no space"):
         SharedBuffer()
+
+
+def test_another_number_of_bytes_is_refused(ends: Ends) -> None:
+    ends[0].send(torch.ones(3), 0)
+    with pytest.raises(RuntimeError, match="rank 0 has sent a message of 12 bytes where 16 bytes were expected"):
+        ends[1].receive(torch.ones(4), 0)

@@ -193,3 +193,16 @@ def test_an_older_checkpoint_that_cannot_be_removed(
     (record,) = caplog.records
     assert f"{tmp_path / 'step_2'} is saved, and an older checkpoint cannot be removed" in record.getMessage()
     assert training.load(tmp_path) == {"tag": "step_2"}
+
+
+def test_a_read_only_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As root, only a read-only file system refuses."""
+
+    def refusing(self: Path, *_: Any, **__: Any) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(self))
+
+    monkeypatch.setattr(Path, "mkdir", refusing)
+    message = f"rank 0 cannot write {tmp_path / 'step_1'}: Read-only file system. Earlier checkpoints are there"
+    with pytest.raises(OSError, match=message):
+        Training().save(tmp_path, "step_1")
+    assert list(tmp_path.iterdir()) == [tmp_path / LOCK]
