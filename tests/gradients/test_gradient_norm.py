@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 from nxdpp import GradScaler, NxDPPModel, parallel_state
-from nxdpp.gradients.gradient_norm import clip_grad_norm
+from nxdpp.gradients.gradient_norm import clip_grad_norm, get_grad_norm
+from nxdpp.gradients.optimizer.zero1 import Zero1Optimizer
 from tests.pipeline.runtime.scheduled_models import Chain, Tied, make, rows
 from tests.support.plain_models import Block
 from tests.support.run_ranks import run_ranks
@@ -201,3 +202,100 @@ def test_halves_and_extreme_values() -> None:
     # A number, where nothing is counted.
     assert clip_grad_norm([], 1.0) == 0
     assert clip_grad_norm([parameter(torch.zeros(0))], 1.0, math.inf) == 0
+
+
+def whole_gradients() -> dict[str, torch.Tensor]:
+    """Gradients of a model with two stages: a tied embedding, a norm, a bias without gradient, split weights."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = {"embedding": (8, 4), "norm0": (4,), "norm1": (4,), "weight0": (8, 4), "weight1": (4, 8), "key1": (4, 4)}
+    return {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+
+
+def part_of_rank(whole: dict[str, torch.Tensor]) -> list[nn.Parameter]:
+    """Parameters of this rank, with NxD's attributes."""
+    size, rank = parallel_state.get_tensor_model_parallel_size(), parallel_state.get_tensor_model_parallel_rank()
+    stages, stage = parallel_state.get_pipeline_model_parallel_size(), parallel_state.get_pipeline_model_parallel_rank()
+    split = {"tensor_model_parallel": size > 1, "partition_dim": 0, "num_partitions": size}
+    shards = {name: gradient.chunk(size)[rank] for name, gradient in whole.items()}
+    # Two ranks hold each partition of the key, as with kv_size_multiplier=2.
+    key_partitions = max(1, size // 2)
+    key = whole["key1"].chunk(key_partitions)[rank * key_partitions // size]
+    parts = {
+        0: [parameter(shards["embedding"], **split), parameter(whole["norm0"]), parameter(shards["weight0"], **split)],
+        1: [
+            parameter(whole["norm1"]),
+            parameter(shards["weight1"], **split),
+            parameter(key, **{**split, "num_partitions": key_partitions}),
+            parameter(None),
+        ],
+    }
+    if stages == 1:
+        return parts[0] + parts[1]
+    return parts[stage] + ([parameter(shards["embedding"], **split, shared=True)] if stage else [])
+
+
+def torch_norm(whole: dict[str, torch.Tensor], max_norm: float, norm_type: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Norm and clipped gradient of norm1 by torch."""
+    parameters = {name: parameter(gradient) for name, gradient in whole.items()}
+    norm = torch.nn.utils.clip_grad_norm_(parameters.values(), max_norm, norm_type)
+    clipped = parameters["norm1"].grad
+    assert clipped is not None
+    return norm, clipped
+
+
+def check_synthetic() -> None:
+    whole = whole_gradients()
+    for norm_type in NORM_TYPES:
+        for max_norm in (0.5, 1e6):
+            norm, clipped = torch_norm(whole, max_norm, norm_type)
+            own = part_of_rank(whole)
+            for force_spmd in (True, False):
+                torch.testing.assert_close(get_grad_norm(own, norm_type, force_spmd=force_spmd), norm)
+            # A parameter that is given twice counts once.
+            torch.testing.assert_close(clip_grad_norm([*own, own[0]], max_norm, norm_type), norm)
+            norm1 = own[0] if own[0].shape == (4,) else None
+            if norm1 is not None and parallel_state.get_pipeline_model_parallel_rank():
+                torch.testing.assert_close(norm1.grad, clipped)
+    # A rank without parameters takes part.
+    norm, _ = torch_norm({"norm1": whole["norm1"]}, 1.0, 2.0)
+    last = parallel_state.get_pipeline_model_parallel_rank() == parallel_state.get_pipeline_model_parallel_size() - 1
+    torch.testing.assert_close(clip_grad_norm([parameter(whole["norm1"])] if last else [], 1.0), norm)
+
+
+def check_shards() -> None:
+    """Each replica has pieces of the parameters, as with ZeRO-1; each group of replicas has all."""
+    whole = whole_gradients()
+    groups = parallel_state.get_data_parallel_replica_groups()
+    replicas = parallel_state.get_data_parallel_size()
+    norm_types = (2.0, math.inf, 3.5) if replicas > 1 else (2.0,)
+    for norm_type, count in product(norm_types, {1, replicas}):
+        norm, clipped = torch_norm(whole, 0.5, norm_type)
+        for each in (None, groups):
+            own = part_of_rank(whole)
+            optimizer = Zero1Optimizer(own, torch.optim.SGD, lr=0.1, sharding_groups=count)
+            optimizer.reduce_gradients()
+            pieces = [piece for group in optimizer.base_optimizer.param_groups for piece in group["params"]]
+            torch.testing.assert_close(get_grad_norm(pieces, norm_type, True, each), norm)
+            torch.testing.assert_close(clip_grad_norm(pieces, 0.5, norm_type, True, each), norm)
+            for shard, piece, _ in optimizer.shards():
+                if shard.parameter == 0 and parallel_state.get_pipeline_model_parallel_rank():
+                    torch.testing.assert_close(piece.grad, clipped[shard.start : shard.stop])
+    with pytest.raises(ValueError, match=r"of shape \[4\] is none: .*Give torch's error_if_nonfinite by name"):
+        clip_grad_norm([parameter(whole["norm0"])], 0.5, 2.0, True)
+    world = [list(range(torch.distributed.get_world_size()))]
+    for zero1, wrong in ((True, world), (False, groups)):
+        with pytest.raises(ValueError, match="goes with zero1_optimizer=True, and has the data-parallel groups"):
+            get_grad_norm([], 2.0, zero1, wrong)
+
+
+def _given_parameters(rank: int) -> None:
+    for tensor, pipeline in ((2, 1), (1, 2)):
+        parallel_state.initialize_model_parallel(tensor, pipeline)
+        check_synthetic()
+        check_shards()
+        parallel_state.destroy_model_parallel()
+
+
+def test_norms_of_given_parameters_and_of_pieces_of_zero1_are_those_of_torch() -> None:
+    """As NxD's scripts call it: with parts that several ranks hold, a tied copy, and pieces of two replicas."""
+    run_ranks(4, _given_parameters)

@@ -1,5 +1,6 @@
 """Device and backend follow the local rank and the visible devices; unusable CUDA is an error with a remedy."""
 
+import logging
 import re
 import threading
 from datetime import timedelta
@@ -11,10 +12,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed import HashStore, distributed_c10d  # type: ignore[attr-defined]
 
-from nxdpp.devices import cuda
-from nxdpp.ranks import current_state, parallel_state
-from nxdpp.ranks.device_choice import choose, verify_own_devices
+from nxdpp.devices import accelerator, cuda
+from nxdpp.ranks import current_state, launch, parallel_state
+from nxdpp.ranks.device_choice import choose, device_of_world, start_device, verify_own_devices, wanted_device
 from nxdpp.ranks.launcher import Launcher
+from nxdpp.ranks.transfer_groups import unbound
 from tests.support.fake_cuda import FakeCuda
 from tests.support.fake_xla import FakeXla
 from tests.support.run_ranks import run_ranks
@@ -202,3 +204,185 @@ def test_all_groups_have_the_limit() -> None:
     for found in run_ranks(4, _limits):
         assert found
         assert set(found) == {timedelta(seconds=500)}
+
+
+def test_a_machine_without_a_gpu_is_told_of_once_a_host(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    FakeCuda(visible=0).install(monkeypatch)
+    with caplog.at_level(logging.WARNING):
+        assert [choose(launcher, None) for launcher in _ranks("torchrun", 2, 2)] == [CPU, CPU]
+    assert caplog.messages == [
+        "torch is built for CUDA 13.0, and this machine shows no GPU: the ranks train on the CPU, over gloo"
+    ]
+
+
+def test_a_running_world_on_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = FakeCuda(visible=4, current=0).install(monkeypatch)
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    try:
+        monkeypatch.setattr(dist, "get_backend_config", lambda: "cuda:nccl")
+        assert device_of_world(Launcher("torchrun", 0, 1, 1, 4), None) == torch.device("cuda", 1)
+        assert fake.current == 1
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_world_of_two_backends_has_the_named_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    launcher = Launcher("torchrun", 1, 2, 1, 2)
+    FakeCuda(visible=2).install(monkeypatch)
+    dist.init_process_group(store=HashStore(), rank=0, world_size=1)
+    try:
+        monkeypatch.setattr(dist, "get_backend_config", lambda: "cpu:gloo,cuda:nccl")
+        assert device_of_world(launcher, None, "cpu") == CPU
+        assert device_of_world(launcher, None, "cuda") == torch.device("cuda", 1)
+        with pytest.raises(
+            ValueError, match=r"needs a world of gloo alone, .* start it with init_process_group\('gloo'"
+        ):
+            device_of_world(launcher, None, "xla")
+        # CUDA that was asked for is not replaced by the CPU.
+        FakeCuda(visible=0).install(monkeypatch)
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+        assert device_of_world(launcher, None) == CPU
+        with pytest.raises(ValueError, match="device='cuda' needs a CUDA device"):
+            device_of_world(launcher, None, "cuda")
+        with pytest.raises(ValueError, match="backend='nccl' needs a CUDA device"):
+            device_of_world(launcher, "nccl")
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.fixture
+def xpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine with four devices of the type xpu, and without CUDA."""
+    FakeCuda(built=False).install(monkeypatch)
+    monkeypatch.setattr(accelerator, "present", lambda: "xpu")
+    monkeypatch.setattr(accelerator, "count", lambda kind: 4 if kind == "xpu" else 0)
+
+
+@pytest.mark.usefixtures("xpus")
+def test_an_accelerator_of_another_type() -> None:
+    for launcher in _ranks("torchrun", 4, 4):
+        own = torch.device("xpu", launcher.rank)
+        assert choose(launcher, None) == choose(launcher, "xccl") == choose(launcher, None, "xpu") == own
+        assert choose(launcher, "gloo") == choose(launcher, None, "cpu") == CPU
+    with pytest.raises(
+        RuntimeError, match="4 xpu devices are visible for 8 local ranks, started by torchrun: start at"
+    ):
+        choose(Launcher("torchrun", 4, 8, 4, 8), None)
+    with pytest.raises(ValueError, match=r"device=.cuda. needs a CUDA device, and torch is built without CUDA\. Use"):
+        choose(Launcher("torchrun", 0, 1, 0, 1), None, "cuda")
+
+
+@pytest.mark.usefixtures("xpus")
+def test_an_absent_type_names_the_remedies() -> None:
+    launcher = Launcher("torchrun", 0, 2, 0, 2)
+    with pytest.raises(ValueError, match=r"^device='hpu' needs a device of the type 'hpu', and torch finds none"):
+        choose(launcher, None, "hpu")
+    with pytest.raises(ValueError, match=r"^device='meta' must be 'cpu', 'cuda', 'xpu' or another type"):
+        choose(launcher, None, "meta")
+
+
+def test_a_type_without_a_backend_is_taken_by_name_and_told_of(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    FakeCuda(built=False).install(monkeypatch)
+    monkeypatch.setattr(accelerator, "present", lambda: "mps")
+    monkeypatch.setattr(accelerator, "count", lambda kind: 1 if kind == "mps" else 0)
+    with caplog.at_level(logging.WARNING):
+        assert [choose(launcher, None) for launcher in _ranks("torchrun", 2, 2)] == [CPU, CPU]
+        assert not caplog.messages
+        found = [choose(launcher, None, "mps") for launcher in _ranks("torchrun", 2, 2)]
+    assert found == [torch.device("mps", 0)] * 2
+    (message,) = caplog.messages
+    assert message.startswith("device='mps': torch.distributed has no backend for this type: its tensors go over gloo")
+
+
+def test_no_group_splits_the_communicator_of_a_bound_world() -> None:
+    """A split is collective over the world, and groups of some ranks are made by those alone."""
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    try:
+        world = dist.group.WORLD
+        assert world is not None
+        world.bound_device_id = torch.device("cuda", 0)
+        with unbound():
+            assert world.bound_device_id is None
+        assert world.bound_device_id == torch.device("cuda", 0)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_an_unknown_local_rank_among_several_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    FakeCuda(visible=4).install(monkeypatch)
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setenv("MASTER_ADDR", "node1")
+    monkeypatch.setenv("MASTER_PORT", "29500")
+    with pytest.raises(RuntimeError, match="which of them is that of rank 1: export LOCAL_RANK"):
+        launch.choose_device(None)
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert launch.choose_device(None) == torch.device("cuda", 1)
+
+
+def test_devices_without_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
+    FakeCuda(visible=2, nccl=False).install(monkeypatch)
+    launcher = Launcher("torchrun", 0, 2, 0, 2)
+    with pytest.raises(RuntimeError, match="2 CUDA devices are visible, and this torch is built without NCCL"):
+        choose(launcher, None)
+    assert choose(launcher, "gloo") == CPU
+
+
+def test_a_device_that_cannot_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    FakeCuda(visible=2, broken=[0]).install(monkeypatch)
+    with pytest.raises(RuntimeError, match=r"cuda:0 of host .* is visible and cannot be used: CUDA error: all CUDA-"):
+        start_device(torch.device("cuda", 0))
+    assert start_device(torch.device("cuda", 1)) == "H200 uuid-1"
+
+
+def test_a_device_in_a_world_of_the_caller(monkeypatch: pytest.MonkeyPatch) -> None:
+    launcher = Launcher("python", 0, 1, 0, 1)
+    FakeXla().install(monkeypatch, "CPU")
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    try:
+        assert device_of_world(launcher, None, "xla") == torch.device("xla", 0)
+        assert device_of_world(launcher, None, "cpu") == device_of_world(launcher, None) == CPU
+        with pytest.raises(
+            ValueError, match=r"device='cuda', but torch\.distributed already .*: leave device out, or st"
+        ):
+            parallel_state.initialize_model_parallel(device="cuda")
+        monkeypatch.setattr(dist, "get_backend_config", lambda: "cuda:nccl")
+        for device in ("cpu", "xla"):
+            with pytest.raises(ValueError, match=f"device='{device}', but .* runs on cuda:nccl: leave device out, or"):
+                parallel_state.initialize_model_parallel(device=device)
+        assert not parallel_state.model_parallel_is_initialized()
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_second_call_has_the_same_device() -> None:
+    parallel_state.initialize_model_parallel(device="cpu")
+    try:
+        parallel_state.initialize_model_parallel(device="cpu", backend="gloo")
+        parallel_state.initialize_model_parallel()
+        for device in ("xla", "cuda"):
+            with pytest.raises(
+                RuntimeError, match=f"on device='cpu', which differs from device='{device}': call destr"
+            ):
+                parallel_state.initialize_model_parallel(device=device)
+        with pytest.raises(ValueError, match="device='tpu' must be"):
+            parallel_state.initialize_model_parallel(device="tpu")
+    finally:
+        parallel_state.destroy_model_parallel()
+
+
+@pytest.mark.parametrize(
+    ("backend", "device", "needed"), [("nccl", "xla", "gloo"), ("nccl", "cpu", "gloo"), ("gloo", "cuda", "nccl")]
+)
+def test_a_backend_that_does_not_serve_the_device(backend: str, device: str, needed: str) -> None:
+    expected = (
+        f"backend='{backend}' does not serve device='{device}', which communicates over {needed}: leave backend out, "
+        f"or give backend='{needed}'"
+    )
+    with pytest.raises(ValueError, match=re.escape(expected)):
+        wanted_device(backend, device)
+    assert wanted_device(None, device) == wanted_device(needed, device) == device

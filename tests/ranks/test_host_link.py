@@ -144,3 +144,26 @@ def test_nothing_is_left_of_a_killed_process() -> None:
     assert os.fstat(own.memory).st_nlink == 0, "it has a name"
     os.close(own.writer)
     os.close(own.memory)
+
+
+def test_lack_of_memory_and_a_message_above_the_limit_are_told(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_link, "LARGEST_SLOT", 2**16)
+    large = torch.ones(2**14 + 1)
+    assert not ends[0].send(large, 0)
+    assert not ends[1].receive(large, 0)
+
+    def refuse(*_: int) -> None:
+        raise OSError("no space")
+
+    monkeypatch.setattr(os, "posix_fallocate", refuse)
+    small = torch.ones(3)
+    assert not ends[0].send(small, 1)
+    assert not ends[1].receive(small, 1)
+    with pytest.raises(OSError, match="no space"):
+        SharedBuffer()
+
+
+def test_another_number_of_bytes_is_refused(ends: Ends) -> None:
+    ends[0].send(torch.ones(3), 0)
+    with pytest.raises(RuntimeError, match="rank 0 has sent a message of 12 bytes where 16 bytes were expected"):
+        ends[1].receive(torch.ones(4), 0)

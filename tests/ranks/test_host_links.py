@@ -16,7 +16,7 @@ import torch
 from torch.distributed import HashStore  # type: ignore[attr-defined]  # public, though not in its __all__
 
 from nxdpp.ranks import host_links
-from nxdpp.ranks.host_link import HostLink
+from nxdpp.ranks.host_link import HostLink, SharedBuffer
 
 PIPELINES = [[0, 2, 4], [1, 3, 5]]
 
@@ -129,4 +129,26 @@ def test_a_rank_that_ends_meanwhile_is_named_and_nothing_stays_open(
     monkeypatch.setattr(host_links._LinkStart, phase, end)
     with pytest.raises(RuntimeError, match=f"^rank {rank} has ended: Connection closed by peer$"):
         start([[0, 1]])
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def _no_memory_after(allowed: int) -> Callable[[SharedBuffer], None]:
+    make, made = SharedBuffer.__init__, 0
+
+    def making(self: SharedBuffer) -> None:
+        nonlocal made
+        made += 1
+        self.memory = self.reader = self.writer = -1
+        if made > allowed:
+            raise OSError("no memory")
+        make(self)
+
+    return making
+
+
+def test_where_either_side_cannot_both_have_no_link(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The higher rank has no memory. Sides that disagree would wait for each other."""
+    before = len(os.listdir("/proc/self/fd"))
+    monkeypatch.setattr(SharedBuffer, "__init__", _no_memory_after(2))
+    assert start([[0, 1]]) == [{}, {}]
     assert len(os.listdir("/proc/self/fd")) == before

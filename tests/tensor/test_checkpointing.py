@@ -9,12 +9,14 @@ import torch
 from torch import nn
 from torch.optim import AdamW
 
+from nxdpp import NxDPPModel
 from nxdpp.ranks import parallel_state
 from nxdpp.tensor import checkpointing
 from nxdpp.tensor.checkpointing import load, save
 from nxdpp.tensor.layers import ColumnParallelLinear, RowParallelLinear
 from nxdpp.tensor.rank_files import write_file
 from tests.support.run_ranks import run_ranks
+from tests.support.tensor_models import VOCABULARY, make
 
 
 class Mlp(nn.Module):
@@ -149,3 +151,26 @@ def test_arguments_without_meaning_are_refused(tmp_path: Path) -> None:
     file.write_bytes(file.read_bytes()[:200])
     with pytest.raises(ValueError, match=r"is damaged, or not of torch\.save"):
         load(tmp_path, model)
+
+
+def _pipelined(rank: int, path: Path) -> bool:
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
+    model = NxDPPModel(make("llama"), num_microbatches=2)
+    ids = torch.arange(16).view(2, 8) % VOCABULARY
+    loss = model.run_eval(input_ids=ids, labels=ids)
+    save({"model": model.local_state_dict()}, path)
+    torch.manual_seed(5)
+    other = NxDPPModel(make("llama"), num_microbatches=2)
+    with torch.no_grad():
+        for parameter in other.local_parameters():
+            parameter.zero_()
+    load(path, other)
+    # The last rank has the loss.
+    again = other.run_eval(input_ids=ids, labels=ids)
+    parallel_state.destroy_model_parallel()
+    return loss is None and again is None if rank == 0 else torch.equal(again, loss)
+
+
+def test_pipeline_ranks_have_files_of_their_own(tmp_path: Path) -> None:
+    assert run_ranks(2, _pipelined, tmp_path) == [True, True]
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["tp_rank_00_pp_rank_00", "tp_rank_00_pp_rank_01"]

@@ -1,15 +1,18 @@
 """``python -m nxdpp watch`` and ``report``."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
 from contextlib import suppress
 from pathlib import Path
+from urllib.request import urlopen
 
 import pytest
 
 from nxdpp.__main__ import main
+from nxdpp.watching.page import page
 from tests.watching.runs import lines, step, whole_run
 
 
@@ -92,3 +95,16 @@ def _read_until(terminal: int, text: str | None) -> str:
         while (text is None or text not in shown) and (part := os.read(terminal, 4096)):
             shown += part.decode()
     return shown
+
+
+def test_the_page_is_served_until_ctrl_c(tmp_path: Path) -> None:
+    whole_run(tmp_path)
+    process, terminal = _started(["watch", ".", "--web", "--port", "0"], tmp_path)
+    shown = _read_until(terminal, "HOST")
+    found = re.search(r"http://127\.0\.0\.1:\d+/", shown)
+    assert found is not None
+    with urlopen(found[0], timeout=10) as answer:
+        assert answer.read().decode() == page()
+    process.send_signal(signal.SIGINT)
+    assert process.wait(10) == 0
+    assert "Traceback" not in _read_until(terminal, None)

@@ -1,5 +1,7 @@
 """Damaged checkpoints: the file is named, and without a tag the next older whole checkpoint is loaded."""
 
+import errno
+import json
 import logging
 import os
 from collections.abc import Callable
@@ -10,10 +12,15 @@ import pytest
 
 from nxdpp import parallel_state
 from nxdpp.checkpoint.distributed import directory
+from nxdpp.checkpoint.distributed.collective_call import KINDS
 from nxdpp.checkpoint.distributed.directory import DOCUMENT
+from nxdpp.checkpoint.distributed.load import load_first_whole
+from nxdpp.checkpoint.distributed.load_targets import LoadArguments
 from nxdpp.checkpoint.files.checksummed_reader import DamagedFile
 from nxdpp.doors.nxd.checkpoint import has_checkpoint
+from nxdpp.ranks.exchange import Exchange
 from tests.checkpoint.distributed.small_training import Training, is_same
+from tests.checkpoint.distributed.test_document import signed
 from tests.support.run_ranks import run_ranks
 
 T = TypeVar("T")
@@ -162,3 +169,46 @@ def test_all_ranks_load_the_same_older_checkpoint(tmp_path: Path) -> None:
             assert f"{tmp_path / name}" in error
             assert "rank00001.safetensors is " in error
     assert directory.tags(tmp_path) == ["step_2", "step_1", "step_0"]
+
+
+def test_a_document_that_may_not_be_read_is_not_passed_over(
+    saved: list[dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A right that is missing may be given: an older checkpoint would lose steps in silence."""
+    read = Path.read_bytes
+
+    def failing(self: Path) -> bytes:
+        if self != tmp_path / "step_2" / DOCUMENT:
+            return read(self)
+        raise OSError(errno.EACCES, os.strerror(errno.EACCES), str(self))
+
+    monkeypatch.setattr(Path, "read_bytes", failing)
+    with pytest.raises(PermissionError, match="step_2"):
+        Training().load(tmp_path)
+
+
+def test_another_version_is_not_passed_over(saved: list[dict[str, Any]], tmp_path: Path) -> None:
+    document = tmp_path / "step_2" / DOCUMENT
+    document.write_bytes(signed(json.loads(document.read_bytes()) | {"version": 2}))
+    with pytest.raises(ValueError, match="update nxdpp"):
+        Training().load(tmp_path)
+
+
+def test_no_older_checkpoint_is_loaded_for_another_error_of_a_rank(saved: list[dict[str, Any]], tmp_path: Path) -> None:
+    """One rank finds damage, and another may not read: the cause can go away."""
+
+    class Mixed(Exchange):
+        def together(self, act: Callable[[], T]) -> T:
+            try:
+                return super().together(act)
+            except DamagedFile:
+                self.failures.append(PermissionError)
+                raise
+
+    flip(1)(shard(tmp_path / "step_2"))
+    training = Training()
+    arguments = LoadArguments(training.model, {"": training.optimizer}, training.scheduler, None, True)
+    folders = [tmp_path / "step_2", tmp_path / "step_1"]
+    with pytest.raises(DamagedFile, match="step_2"):
+        load_first_whole(folders, Mixed(), arguments)
+    assert load_first_whole(folders, Exchange(kinds=KINDS), arguments) == {"tag": "step_1"}

@@ -125,3 +125,12 @@ def test_a_save_writes_through_no_link_and_no_pipe(tmp_path: Path) -> None:
         assert directory.latest(path) == "step_1"
     assert precious.read_text() == "mine"
     directory.release()
+
+
+def test_a_file_system_without_locks_is_not_locked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def without(*_: int) -> None:
+        raise OSError(38, "Function not implemented")
+
+    monkeypatch.setattr("fcntl.lockf", without)
+    directory.claim(tmp_path / "tag")
+    directory.release()

@@ -141,3 +141,20 @@ def test_an_object_that_refuses_its_state(tmp_path: Path, monkeypatch: pytest.Mo
     training.load(tmp_path, "step_0")
     training.optimizer.step()
     training.save(tmp_path, "step_2")
+
+
+def test_a_checkpoint_without_names_of_a_failed_load_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    training = small_training.Training()
+    save_checkpoint(tmp_path, "step_0", training.model[0])
+    training.save(tmp_path, "step_1")
+
+    def apply(reads: VerifiedReads) -> None:
+        _flip_weight(shard(tmp_path / "step_1"))
+        APPLY(reads)
+
+    monkeypatch.setattr(load, "free_host_memory", lambda: 0)
+    monkeypatch.setattr(VerifiedReads, "apply", apply)
+    with pytest.raises(ValueError, match=r"step_0 lacks model.0.bias and 3 more that a failed load may have changed"):
+        load_checkpoint(tmp_path, None, training.model, strict=False)

@@ -74,10 +74,18 @@ def messages(rank: int) -> None:
     assert abs(sum(values.numel() for values in masters) - whole // 2) <= 4
 
 
+def parts_before_the_reduction(rank: int) -> None:
+    optimizer = Zero1Optimizer(make(), torch.optim.AdamW, grad_clipping=False, lr=0.1)
+    for early in (optimizer.gradient_norm, lambda: optimizer.scale_gradients(2.0), lambda: optimizer.clip_gradients(1)):
+        with pytest.raises(RuntimeError, match=r"not reduced yet: call reduce_gradients\(\) first"):
+            early()
+
+
 CASES: list[Callable[[int], None]] = [
     frozen_for_a_step,
     other_options,
     messages,
+    parts_before_the_reduction,
 ]
 
 
@@ -89,3 +97,17 @@ def run_cases(rank: int) -> None:
 
 def test_two_replicas_step_as_the_plain_optimizer() -> None:
     run_ranks(2, run_cases)
+
+
+def test_parameters_are_added_or_none_is() -> None:
+    parallel_state.initialize_model_parallel()
+    try:
+        first, second = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
+        optimizer = Zero1Optimizer([first], torch.optim.SGD)
+        with pytest.raises(ValueError, match="a group has a parameter twice"):
+            optimizer.add_param_group({"params": [second, second]})
+        assert len(optimizer.param_groups) == 1
+        optimizer.add_param_group({"params": [second]})
+        assert len(optimizer.base_optimizer.param_groups) == len(optimizer.param_groups) == 2
+    finally:
+        parallel_state.destroy_model_parallel()

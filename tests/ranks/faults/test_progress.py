@@ -159,3 +159,13 @@ def test_only_compiling_is_progress(
     leave.set()
     thread.join(60)
     assert unmoved == ([0.0, 0.0, 30.0] if compiles else [10.0, 20.0, 30.0])
+
+
+def test_time_in_which_the_process_was_stopped_counts_as_one_sample(clock: list[float]) -> None:
+    board = Board()
+    board.thread = None
+    progress = Progress(board, longest=20.0)
+    progress.sample()
+    clock[0] += 3600.0
+    progress.sample()
+    assert progress.unmoved_seconds == 20.0

@@ -81,6 +81,14 @@ def test_the_loss_of_two_experts_a_token_is_of_their_shares_and_probabilities() 
     torch.testing.assert_close(load_balancing_loss_func(probabilities.log(), EXPERTS, 2), expected)
 
 
+def test_jitter_is_only_of_training() -> None:
+    router = RouterTopK(EXPERTS, TOP_K, HIDDEN, jitter_eps=0.5)
+    inputs = torch.ones(2, 1, HIDDEN)
+    assert not torch.equal(router(inputs)[0], router(inputs)[0])
+    router.eval()
+    assert torch.equal(router(inputs)[0], router(inputs)[0])
+
+
 def test_what_does_not_fit_is_refused() -> None:
     with pytest.raises(ValueError, match="top_k=5 must be from 1 to num_experts=4"):
         RouterTopK(EXPERTS, 5, HIDDEN)

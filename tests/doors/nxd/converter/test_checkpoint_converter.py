@@ -283,6 +283,27 @@ def test_what_cannot_be_converted_is_refused(case: str, directory: Path, tmp_pat
     assert not list(tmp_path.iterdir())
 
 
+def test_names_of_other_options_are_refused(directory: Path, tmp_path: Path) -> None:
+    config, sizes = directory / "config.json", {"tp_size": 2}
+    files = there_and_back(tmp_path, llama().state_dict(), directory, qkv_linear=True, **sizes)
+    with pytest.raises(ValueError, match=r"qkv_proj\.weight_. does not fit the options: --qkv_linear and --fuse_qkv"):
+        run(CheckpointConverterBase(), files, tmp_path, config, convert_to_full_state=True, **sizes)
+    torch.save(load(files / "dp_rank_00_tp_rank_00_pp_rank_00.pt"), tmp_path / "fused.pt")
+    with pytest.raises(ValueError, match=r"_proj.* is one weight of several projections"):
+        run(CheckpointConverterBase(), tmp_path / "fused.pt", tmp_path, config, convert_from_full_state=True, **sizes)
+
+
+def test_the_state_of_an_optimizer_is_refused(directory: Path, tmp_path: Path) -> None:
+    state = {"state": {}, "param_groups": [{"params": [0]}], "base_state": {0: {"exp_avg": torch.zeros(2, 3)}}}
+    file = tmp_path / "optim" / "dp_rank_00_tp_rank_00_pp_rank_00.pt"
+    file.parent.mkdir()
+    torch.save({**state, "shape_info": {0: torch.Size([4, 3])}}, file)
+    with pytest.raises(
+        ValueError, match=r"optim/dp_rank_00.* numbers its parameters in the order of the script's groups"
+    ):
+        run(CheckpointConverterBase(), file.parent, tmp_path, directory / "config.json", convert_to_full_state=True)
+
+
 def attention(rank: int, files: str, x: torch.Tensor) -> list[torch.Tensor]:
     """Query, key and value of this rank with the weights of NxD's file, and its part of the whole state's head."""
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
