@@ -35,7 +35,7 @@ from nxdpp.pipeline.runtime.engine import Engine
 from nxdpp.ranks import parallel_state
 from nxdpp.ranks.faults import failure_watch
 from nxdpp.ranks.group_values import extremes
-from nxdpp.ranks.random_stream import RandomStream, stream_state_of
+from nxdpp.ranks.random_stream import ProgramNumbers, RandomStream, stream_state_of
 from nxdpp.schedules.actions import Action, ActionKind
 from nxdpp.schedules.lowering.additions import AVERAGE, Addition, Around
 from nxdpp.tensor.sequence_parallel import StepGradients
@@ -305,6 +305,7 @@ class Draws(Participant):
 
     def __init__(self, part: Part, replicas: ReplicaGradients) -> None:
         self.stream: RandomStream | None = None
+        self._numbers: ProgramNumbers | None = None
         self._has_begun = False
         self._device: Device | None = None
         self._draws = stream_state_of(part.module)
@@ -314,6 +315,14 @@ class Draws(Participant):
         self._place: tuple[int, int] | None = None
         if parallel_state.get_pipeline_model_parallel_size() > 1 or self._has_replicas:
             self._place = parallel_state.get_pipeline_model_parallel_rank(), parallel_state.get_data_parallel_rank()
+        elif parallel_state.get_tensor_model_parallel_size() > 1:
+            self._numbers = ProgramNumbers()
+
+    @property
+    def compared(self) -> int:
+        """Number that all ranks of a tensor group must have in the present step."""
+        source = self.stream or self._numbers
+        return 0 if source is None else source.compared
 
     def before(self, step: Step) -> None:
         """Make the stream, of which the ranks compare the state."""
@@ -322,6 +331,8 @@ class Draws(Participant):
             if self._device is None or self._device.device != step.device:
                 self._device = device_of(step.device)
             self.stream = RandomStream(self._device, self._place, kind, self._draws)
+        elif self._numbers is not None:
+            self._numbers.begin(device_of(step.device))
 
     def after(self, step: Step) -> None:
         """Draw from the stream."""
@@ -333,6 +344,8 @@ class Draws(Participant):
         """Draw as the program did, and agree after the first step of a kind whether layers draw in such steps."""
         stream, self.stream = self.stream, None
         if stream is None:
+            if self._numbers is not None:
+                self._numbers.end(device_of(step.device))
             return
         self._has_begun = False
         stream.end()

@@ -211,7 +211,7 @@ class StepRunner:
                     begun["pipeline"],
                     engine is None,
                     leaves_average,
-                    0 if stream is None else stream.compared,
+                    self._participants.draws.compared,
                     self._replicas.optimizers.rounds,
                 )
             begun["world"] = self._verifier.check(

@@ -76,11 +76,7 @@ class RandomStream:
 
     def __init__(self, device: Device, place: tuple[int, int], kind: str, state: StreamState) -> None:
         self._device, self._place, self._kind, self._state = device, place, kind, state
-        self._program = _cpu.get_state()
-        # A lazy device draws in its graph, which a state set in each step would change.
-        self._of_device = b"" if device.is_lazy else device.random_state()
-        hashed = blake2b(self._program.numpy().data, digest_size=8, key=self._of_device[:64])
-        self.digest = int.from_bytes(hashed.digest(), "little", signed=True)
+        self._program, self._of_device, self.digest = _generators(device)
         self.moves = state.moves.get(kind)
 
     @property
@@ -116,6 +112,37 @@ class RandomStream:
             _move()
         else:
             self._state.unmoved += self.has_drawn
+
+
+class ProgramNumbers:
+    """The generators of the program where layers of several tensor ranks draw from them: one stage of one replica.
+
+    Attributes:
+        compared: as of a ``RandomStream``.
+    """
+
+    compared = 0
+
+    def __init__(self) -> None:
+        self._before = 0
+        self._has_drawn = False
+
+    def begin(self, device: Device) -> None:
+        """Begin a step whose stage is on ``device``."""
+        *_, self._before = _generators(device)
+        self.compared = self._before if self._has_drawn else 0
+
+    def end(self, device: Device) -> None:
+        """Note whether layers have drawn in the step."""
+        self._has_drawn = self._has_drawn or _generators(device)[-1] != self._before
+
+
+def _generators(device: Device) -> tuple[torch.Tensor, bytes, int]:
+    """The states of the program's generators, of the CPU and of ``device``, and a hash of both."""
+    # A lazy device draws in its graph, which a state set in each step would change.
+    program, of_device = _cpu.get_state(), b"" if device.is_lazy else device.random_state()
+    hashed = blake2b(program.numpy().data, digest_size=8, key=of_device[:64])
+    return program, of_device, int.from_bytes(hashed.digest(), "little", signed=True)
 
 
 def _move() -> None:

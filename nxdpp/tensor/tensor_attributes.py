@@ -103,7 +103,7 @@ def _mark_own(module: nn.Module, *_: Any) -> None:
     # torch.compile traces this method of torch, and no table of private names.
     for parameter in module.parameters(recurse=False):
         if not is_tensor_parallel(parameter):
-            parameter.sequence_parallel_enabled = True
+            parameter.sequence_parallel_enabled = True  # type: ignore[attr-defined]  # nxdpp's own attribute of a tensor
 
 
 def param_is_not_tensor_parallel_duplicate(param: torch.Tensor) -> bool:

@@ -123,6 +123,14 @@ def test_tokens_beside_those_of_the_patches_are_split_by_rows() -> None:
     parts, _ = split_batch(model, one_each, 2, None, CPU)
     assert [len(part["image_grid_thw"]) for part in parts] == [2, 2]
 
+    # Two equal images in row 0, and none in row 1.
+    ids[0, 8:14], ids[1, 2:8] = IMAGE, 50
+    parts, _ = split_batch(model, one_each, 2, None, CPU)
+    assert [len(part["image_grid_thw"]) for part in parts] == [2, 2]
+    ids[2, 2:8], ids[1, 2:8] = 50, IMAGE
+    parts, _ = split_batch(model, one_each, 2, None, CPU)
+    assert [len(part["pixel_values"]) for part in parts] == [48, 16]
+
     # Images of two sizes: which tokens are whose?
     sizes = torch.tensor([[1, 2, 4], [1, 4, 4], [1, 4, 4], [1, 4, 6]])
     with pytest.raises(ValueError, match=r"do not tell the rows of pixel_values.*split_inputs_fn"):
