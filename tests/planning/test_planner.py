@@ -171,8 +171,8 @@ def test_autocast_computes_in_half_and_keeps_float32_parameters() -> None:
     assert of_mixed.optimizer == of_whole.optimizer
     # Of two rows: the converted weights, the gradient of one layer, and a float32 copy of it.
     layer = 1024 * 1024
-    assert of_mixed.activations == pytest.approx(2 * 2 * layer + 2 * layer + 4 * layer, rel=0.03)
-    assert of_whole.activations == pytest.approx(4 * layer, rel=0.03)
+    assert of_mixed.activations == pytest.approx(2 * 2 * layer + 2 * layer + 4 * layer, rel=0.02)
+    assert of_whole.activations == pytest.approx(4 * layer, rel=0.02)
     # A data sheet has 14.8 times the FLOPs in half. Other operations move as many bytes, or wait.
     fast, slow = (plan(8192, autocast=autocast).first.times[0].compute for autocast in ("bfloat16", None))
     assert 2 < slow / fast < 14
