@@ -135,9 +135,10 @@ def check_not_finite() -> None:
     model = NxDPPModel(make(Chain, 4), transformer_layer_cls=Block, num_microbatches=2)
     model.run_train(x=rows(4))
     own = [each for each in model.local_parameters() if each.grad is not None]
+    gradients = [each.grad for each in own if each.grad is not None]
     if model.holds_last_stage:
-        own[-1].grad.fill_(math.nan)  # type: ignore[union-attr]  # it has one
-    before = [each.grad.clone() for each in own if each.grad is not None]
+        gradients[-1].fill_(math.nan)
+    before = [gradient.clone() for gradient in gradients]
     with pytest.raises(RuntimeError, match="norm of the gradients of the whole model is nan"):
         clip_grad_norm(own, 1.0, error_if_nonfinite=True)
     torch.testing.assert_close([each.grad for each in own], before, equal_nan=True, rtol=0, atol=0)

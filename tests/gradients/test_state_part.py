@@ -111,7 +111,7 @@ def _writes(rank: int, folder: Path) -> tuple[list[str], str, str]:
 
 
 def test_a_part_is_not_written_as_the_whole(tmp_path: Path) -> None:
-    """What a replica holds as a whole is written."""
+    """Also: write what a replica holds as a whole."""
     first, of_replicas, of_shards = run_ranks(2, _writes, tmp_path)[0]
 
     whole = len(Plain().state_dict())

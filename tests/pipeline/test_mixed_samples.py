@@ -1,6 +1,7 @@
 """Microbatches of one step with different shapes and graphs: exact, over ranks, replicas and schedules."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -110,13 +111,13 @@ def over_ranks(rank: int, ranks: int, families: Sequence[str], has_nccl_rules: b
         layers = max(3, ranks * chunks)
         settings: dict[str, Any] = {"schedule": name, "virtual_pipeline_size": chunks}
         assert_trains_alike(
-            lambda layers=layers: make_skipping(layers),  # type: ignore[misc]
+            partial(make_skipping, layers),
             of_lengths(LENGTHS),
             lambda number, loss: loss * (number != 2),
             deallocate_pipeline_outputs=name == "1f1b",
             **settings,
         )
-        assert_trains_alike(lambda layers=layers: make_optional(layers), mixed("titldiit"), **settings)  # type: ignore[misc]
+        assert_trains_alike(partial(make_optional, layers), mixed("titldiit"), **settings)
 
 
 def test_different_shapes_are_exact_over_ranks() -> None:

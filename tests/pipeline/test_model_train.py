@@ -50,7 +50,9 @@ def accumulate(rank: int) -> None:
         train_in_one_process(whole, batch, 4)
     tied = {"model.embed_tokens.weight", "lm_head.weight"}
     for name, distance in gradient_differences(wrapped, whole).items():
-        assert name in tied and distance is not None and distance < 1e-6, name  # noqa: PT018
+        assert name in tied
+        assert distance is not None
+        assert distance < 1e-6, name
     wrapped.zero_grad()
     assert all(parameter.grad is None for parameter in wrapped.local_parameters())
 
@@ -184,7 +186,7 @@ def record_sends(rank: int) -> list[tuple[str, tuple[int, ...]]]:
 
 @pytest.fixture(scope="module")
 def sent() -> list[list[Any]]:
-    """What each of three ranks sends, of each case."""
+    """Messages of each of three ranks, by case."""
     return run_in_turn(STAGES, record_sends, freeze_first_stage, autocast)
 
 

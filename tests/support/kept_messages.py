@@ -1,4 +1,4 @@
-"""What nxdpp says by its logger."""
+"""Messages of nxdpp's logger, kept in a list."""
 
 import logging
 

@@ -155,7 +155,7 @@ def test_numbers_and_dense_tensors_of_a_users_optimizer_come_back(tmp_path: Path
 
 
 def test_other_state_is_refused(tmp_path: Path) -> None:
-    """What a list holds is content of the user."""
+    """Also: take what a list holds for content of the user."""
     others: list[tuple[Make, str]] = [
         (partial(Own, value=lambda parameter: {"a": 1}), "the state 'own' of .* is a dict"),
         (partial(Own, value=lambda parameter: torch.eye(2).to_sparse()), "is a tensor of layout torch.sparse_coo"),

@@ -2,10 +2,12 @@
 
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
 from nxdpp import parallel_state
+from nxdpp.doors.nnscaler.generic_plan import compare
 from nxdpp.nnscaler import ComputeConfig, ParallelModule
 from tests.doors.nnscaler.own_folders import parallelize
 from tests.support import models
@@ -23,6 +25,17 @@ class Wrapper(nn.Module):
     def forward(self, sample: dict[str, torch.Tensor]) -> torch.Tensor:
         output = self.model(**sample)
         return output.loss + self.mix(output.logits).square().mean()  # type: ignore[no-any-return]
+
+
+class HandMade(nn.Module):
+    """Uses the weight of a linear layer without calling it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.linear.weight.t() + self.linear.bias
 
 
 def _compared(rank: int) -> None:
@@ -46,6 +59,8 @@ def _compared(rank: int) -> None:
     llama: Any = models.make("llama")
     divided: Any = parallelize(llama, sample, "tp", ComputeConfig(2, 2))
     torch.testing.assert_close(divided(**sample).logits, llama(**sample).logits, rtol=0, atol=1e-5)
+    with pytest.raises(ValueError, match=r"HandMade on 2 .* differs from one process.*Use dp with plan_ngpus=1"):
+        compare(HandMade(), {"x": torch.rand(2, 4)}, {"linear": "colwise_gather_output"})
     parallel_state.destroy_model_parallel()
 
 

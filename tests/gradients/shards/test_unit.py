@@ -201,7 +201,7 @@ def hold(rank: int) -> None:
 
 
 def test_odd_models_train_as_whole_replicas() -> None:
-    """What would be wrong is refused."""
+    """Also: refuse what would be wrong."""
     for differences, rank in run_ranks(2, odd_models):
         for name, greatest in differences.items():
             assert greatest < EQUAL, f"{name} by {greatest}"

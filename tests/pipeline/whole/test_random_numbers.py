@@ -82,7 +82,7 @@ def masks() -> list[torch.Tensor]:
 
 
 def scripts(rank: int) -> tuple[list[list[Any]], list[torch.Tensor]]:
-    """What scripts draw where layers draw too, and where no layer does: orders of rows, and sums of noise."""
+    """Orders of rows and sums of noise that scripts draw, where layers draw too and where none does."""
     found: list[list[Any]] = []
     for draws in (True, False):
         model = wrapped(2, draws)
