@@ -85,13 +85,15 @@ def unchanged(tensor: torch.Tensor, copied: Callable[[], torch.Tensor]) -> Calla
     version = _version(tensor)
 
     def checked() -> torch.Tensor:
-        message = copied()
-        if _version(tensor) != version:
-            raise RuntimeError(
-                f"a tensor of shape {list(tensor.shape)} was changed in place while it was copied to be sent to "
-                f"another stage. Change a copy of it (hidden = hidden + ..., hidden.clone())."
-            )
-        return message
+        try:
+            return copied()
+        finally:
+            # torch_xla may fail to copy what was changed, without a reason.
+            if _version(tensor) != version:
+                raise RuntimeError(
+                    f"a tensor of shape {list(tensor.shape)} was changed in place while it was copied to be sent to "
+                    f"another stage. Change a copy of it (hidden = hidden + ..., hidden.clone())."
+                )
 
     return checked
 

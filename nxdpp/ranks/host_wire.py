@@ -38,8 +38,9 @@ def on_wire(tensor: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
     if needs_host(tensor, group):
         return device_of(tensor.device).to_host(tensor)()
     own = local_device()
-    # Rows that ``CPUOffloadPolicy`` keeps in host memory, and what is computed from them.
-    is_behind = tensor.device.type == "cpu" != own.type and dist.get_backend(group) == kind_of(own.type).backend
+    # Rows that ``CPUOffloadPolicy`` keeps in host memory, and what is computed from them. gloo sends these as they are.
+    is_of_device = dist.Backend.GLOO != dist.get_backend(group) == kind_of(own.type).backend
+    is_behind = tensor.device.type == "cpu" != own.type and is_of_device
     return tensor.to(own) if is_behind else tensor
 
 

@@ -11,7 +11,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 from nxdpp import NxDPPModel, parallel_state
 from nxdpp.devices.kinds import device_of
 from nxdpp.pipeline.activation_checkpoint import apply_checkpoint
-from nxdpp.pipeline.runtime.engine import Engine
+from nxdpp.pipeline.runtime.stage_runner import StageRunner
 from tests.support.xla_ranks import compilations, recorded_bytes, run_xla_ranks
 from tests.xla.models import MICROBATCHES, tiny_llama, tokens
 
@@ -67,14 +67,14 @@ def _llama(schedule: str, way: str) -> dict[str, Any]:
     held: list[int] = []
     compiled: list[int] = []
     with pytest.MonkeyPatch.context() as patch:
+        forward = StageRunner.forward
 
-        def note(engine: Engine, compute: Any) -> None:
-            compute()
-            if compute.func.__name__ == "forward":
-                held.append(recorded_bytes())
-            device_of(parallel_state.local_device()).submit()
+        def note(runner: StageRunner, *arguments: Any) -> None:
+            forward(runner, *arguments)
+            # Its operations are submitted by the next action.
+            held.append(recorded_bytes())
 
-        patch.setattr(Engine, "_submitted", note)
+        patch.setattr(StageRunner, "forward", note)
         for _ in range(2):
             model.zero_grad()
             with compilations(compiled):

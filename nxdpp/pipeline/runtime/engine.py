@@ -213,8 +213,9 @@ class Engine:
 
 def _text(action: Action) -> str:
     text = f"stage {action.stage}, {action.kind.name.lower().replace('_', ' ')}"
-    # An action of a participant belongs to the stage.
-    return f"{text} of microbatch {action.microbatch}" if action.kind in (*COMPUTE, *TRANSFERS) else text
+    # An action of a participant belongs to the stage, but for the one that submits a compute action.
+    is_of_one = action.kind in (*COMPUTE, *TRANSFERS, ActionKind.SUBMIT)
+    return f"{text} of microbatch {action.microbatch}" if is_of_one else text
 
 
 def _note(error: Exception, action: Action) -> None:

@@ -10,7 +10,7 @@ from nxdpp.devices.device import Stamp
 from nxdpp.devices.kinds import device_of
 from nxdpp.pipeline.p2p.channel import RemoteChannel
 from nxdpp.pipeline.p2p.transport import Direction
-from nxdpp.schedules.actions import COMPUTE, TRANSFERS, Action
+from nxdpp.schedules.actions import COMPUTE, TRANSFERS, Action, ActionKind
 from nxdpp.schedules.timeline_file import Activity, Event
 
 # Activations are sent for forwards, gradients for backwards.
@@ -70,6 +70,11 @@ class StepRecorder:
         """Make ``call``, which runs ``action``; a compute action is recorded from the end of its last wait."""
         if action.kind in TRANSFERS:
             call()
+            return
+        if action.kind is ActionKind.SUBMIT:
+            call()
+            # A lazy device compiles and computes here what the compute action before has recorded.
+            self._events[-1] = self._events[-1]._replace(end=self._clock.stamp())
             return
         self._waited = None
         start = self._clock.stamp()
