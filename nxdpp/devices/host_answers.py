@@ -6,8 +6,9 @@ a microbatch on each rank, and could not run ahead of it::
     device    mask ── to(bool) ── all()               the calls of a block, as they are made
     host      mask ── to(bool) ── all() ── bool       the same calls, when the code asks
 
-The host computes only what leads to the question, of integers and of inputs as they are. So the answer is the device's.
-Inputs that are on the device already are copied to the host together, once a step: the first question waits for that.
+The host computes only what leads to the question, of integers, of constants and of inputs as they are. So the answer is
+the device's. Inputs that are on the device already are copied to the host together, once a step: the first question
+waits for that.
 """
 
 import weakref
@@ -24,6 +25,8 @@ from nxdpp.ground.torch_names import VERSION, pytree
 _HOST, _CALL = MARKS = "_nxdpp_on_host", "_nxdpp_call"
 """Attributes of tensors."""
 _ASK = {torch.Tensor.__bool__, torch.Tensor.item, torch.Tensor.__int__, torch.Tensor.__index__, torch.Tensor.tolist}
+# A device makes of these what the host makes; a float from 0 to a number may differ in the last bit.
+_CONSTANTS = (torch.ones, torch.zeros, torch.full)
 # Words in the names of functions that draw random numbers.
 _DRAWS = ("rand", "bernoulli", "multinomial", "normal", "poisson", "binomial", "dropout", "exponential")
 # What is computed of an input has its size, a mask of all pairs of tokens is larger.
@@ -154,8 +157,6 @@ class HostAnswers(TorchFunctionMode):
             if known.versions != _versions(tensor, tensor if known.host is None else known.host):
                 raise _NotOnHostError
             return known.copy()
-        if tensor.is_floating_point() or tensor.is_complex():
-            raise _NotOnHostError
         call: _NotedCall | None = getattr(tensor, _CALL, None)
         if call is not None and call.version == _version(tensor):
             (func, args, kwargs), place = call[:3], 0
@@ -166,7 +167,8 @@ class HostAnswers(TorchFunctionMode):
         # The host would draw other numbers, and move its generator. A function that makes a tensor may draw it.
         draws = any(word in getattr(func, "__name__", "") for word in _DRAWS)
         makes = func is not torch.arange and not any(map(torch.is_tensor, pytree.tree_leaves((args, kwargs))))
-        if draws or makes or _holds((args, kwargs), tensor):
+        differs = draws or makes or tensor.is_floating_point() or tensor.is_complex()
+        if (differs and func not in _CONSTANTS) or _holds((args, kwargs), tensor):
             raise _NotOnHostError
         args, kwargs = pytree.tree_map(self._argument, (args, kwargs))
         found: torch.Tensor = pytree.tree_leaves(func(*args, **kwargs))[place]

@@ -83,17 +83,21 @@ def unchanged(tensor: torch.Tensor, copied: Callable[[], torch.Tensor]) -> Calla
     It raises ``RuntimeError`` then: the copy may have the values from before the change, or those from after it.
     """
     version = _version(tensor)
+    changed = (
+        f"a tensor of shape {list(tensor.shape)} was changed in place while it was copied to be sent to another stage. "
+        f"Change a copy of it (hidden = hidden + ..., hidden.clone())."
+    )
 
     def checked() -> torch.Tensor:
         try:
-            return copied()
-        finally:
-            # torch_xla may fail to copy what was changed, without a reason.
-            if _version(tensor) != version:
-                raise RuntimeError(
-                    f"a tensor of shape {list(tensor.shape)} was changed in place while it was copied to be sent to "
-                    f"another stage. Change a copy of it (hidden = hidden + ..., hidden.clone())."
-                )
+            message = copied()
+        except RuntimeError as error:
+            # torch_xla fails in the midst of a change, which counts at its end.
+            error.add_note(f"Perhaps {changed}")
+            raise
+        if _version(tensor) != version:
+            raise RuntimeError(changed)
+        return message
 
     return checked
 

@@ -32,6 +32,7 @@ QUESTIONS: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], bool]] = {
     "all": (lambda mask: mask.all(), False),
     "a part": (lambda mask: mask[:, -1].bool().logical_not().any(), False),
     "positions": (lambda mask: (torch.arange(3, device=mask.device) * mask).max() > 1, False),
+    "constants": (lambda mask: (torch.ones(2, 3, device=mask.device).bool() & (mask > 0)).all(), False),
     "the same tensor": (lambda mask: (mask > 0).bool().contiguous().all(), False),
     "the same unknown tensor": (lambda mask: (mask.double() > 0).bool().contiguous().all(), True),
     "drawn like it": (lambda mask: torch.randint_like(mask, 0, 2).all(), True),

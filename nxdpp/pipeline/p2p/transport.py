@@ -150,6 +150,7 @@ class Transport:
         report: called with an error of a thread of this transport, in that thread: makes the other ranks stop.
 
     Attributes:
+        device: device of the tensors.
         is_in_host_memory: ``True`` if messages are sent and received in host memory.
         sent_bytes: bytes of all tensors that this rank has sent so far, without the objects that describe them.
     """
@@ -163,7 +164,7 @@ class Transport:
     ) -> None:
         self._groups = groups
         self._control = control
-        self._device = device
+        self.device = device
         self._rank = dist.get_rank(control)
         self._wire_device = torch.device("cpu") if groups.backend == "gloo" else device
         self._is_on_device = device.type != "cpu"
@@ -221,7 +222,7 @@ class Transport:
                 board.stream_waits.add(waits)
             return received
         if received is not MISSING:
-            received = device_of(self._device).from_host(buffer)
+            received = device_of(self.device).from_host(buffer)
         self._buffers.give_back(buffer)
         return received
 
@@ -247,7 +248,7 @@ class Transport:
         send, number, link = self._sending[destination]
         wire_tag = tag * _KINDS + direction if self._has_tags else 0
         if self._through_host and tensor.device.type != "cpu":
-            copied = unchanged(tensor, device_of(self._device).to_host(tensor))
+            copied = unchanged(tensor, device_of(self.device).to_host(tensor))
 
             def start(message: torch.Tensor) -> Transfer:
                 if link is not None and message.nbytes <= LARGEST_SLOT and link.send(message, wire_tag):

@@ -59,7 +59,8 @@ class Engines:
     def transport(self, device: torch.device) -> Transport:
         """The transfers to other ranks of tensors on ``device``.
 
-        Raises ``RuntimeError`` for tensors in host memory where the ranks exchange those of devices.
+        Raises ``RuntimeError`` for tensors in host memory where the ranks exchange those of devices, and for another
+        device than in the steps before.
         """
         if self._transport is None:
             groups = parallel_state.get_pipeline_transfer_groups()
@@ -72,6 +73,11 @@ class Engines:
                 )
             control = parallel_state.get_pipeline_control_group()
             self._transport = Transport(groups, control, device, failure_watch.report)
+        elif self._transport.device.type != device.type:
+            raise RuntimeError(
+                f"the model is on {device}, and was on {self._transport.device} in the steps before: move it with "
+                f"model.move_model_to_device(), or call refresh() on every rank after a move of its modules."
+            )
         return self._transport
 
     def of(self, program: RankStages) -> LastUsed[Any, tuple[Engine, int]]:

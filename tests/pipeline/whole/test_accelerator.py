@@ -176,21 +176,29 @@ def test_numbers_are_those_of_the_cpu_and_the_host_runs_ahead() -> None:
             assert waits == {}, case
 
 
-def left_on_the_cpu(rank: int) -> str:
-    """The error of a model that was not moved; other tests follow the remedy."""
+def left_on_the_cpu(rank: int) -> list[str]:
+    """Errors of a model that was not moved, and of one that is moved back after a step, whose remedy is followed."""
     fake_device.install()
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2, hang_timeout=100)
     ids = torch.arange(ROWS * LENGTH).view(ROWS, LENGTH) % 30
-    with pytest.raises(RuntimeError) as caught:
-        wrapped(make("llama")).run_train(input_ids=ids, labels=ids)
-    return str(caught.value)
+    model = wrapped(make("llama"))
+    errors = []
+    for move in (model.move_model_to_device, lambda: model.local_module.to("fake")):
+        with pytest.raises(RuntimeError) as caught:
+            model.run_train(input_ids=ids, labels=ids)
+        errors.append(str(caught.value))
+        move()
+        model.run_train(input_ids=ids, labels=ids)
+        model.local_module.to("cpu")
+    return errors
 
 
 def test_a_model_that_was_not_moved_is_told_so() -> None:
-    for error in run_ranks(2, left_on_the_cpu):
-        assert error.startswith(
+    for never, back in run_ranks(2, left_on_the_cpu):
+        assert never.startswith(
             "the model is on cpu, and the ranks exchange tensors on fake:0, over fccl: call model.move"
         )
+        assert back.startswith("the model is on cpu, and was on fake:0 in the steps before: move it with model.move")
 
 
 def autocast(rank: int) -> list[tuple[float, float, dict[str, float | None]]]:
