@@ -485,7 +485,7 @@ class NxDPPModel(_Constructor[OnEveryRank, PerMicrobatch], LocalView):
     @property
     def last_busy_share(self) -> float:
         """Share of the last step, between 0 and 1, in which this rank computed."""
-        return 0.0 if self.steps.runner.timer is None else self.steps.runner.timer.busy_share
+        return 0.0 if self.steps.timer is None else self.steps.timer.busy_share
 
     @property
     def last_step_seconds(self) -> float:
@@ -493,7 +493,7 @@ class NxDPPModel(_Constructor[OnEveryRank, PerMicrobatch], LocalView):
 
         The average over data-parallel replicas that follows is not in it.
         """
-        return 0.0 if self.steps.runner.timer is None else self.steps.runner.timer.seconds
+        return 0.0 if self.steps.timer is None else self.steps.timer.seconds
 
     @property
     def last_action_seconds(self) -> dict[str, float]:
@@ -510,7 +510,7 @@ class NxDPPModel(_Constructor[OnEveryRank, PerMicrobatch], LocalView):
 
         Times are nanoseconds of ``time.perf_counter_ns``. A CUDA device is waited for.
         """
-        return [] if self.steps.runner.timer is None else self.steps.runner.timer.action_times
+        return [] if self.steps.timer is None else self.steps.timer.action_times
 
     @property
     def last_sent_bytes(self) -> int:
@@ -519,7 +519,7 @@ class NxDPPModel(_Constructor[OnEveryRank, PerMicrobatch], LocalView):
         They are activations, gradients and copies of tied weights' gradients. The metadata of a first step is not in
         it, nor are the averages over replicas (``last_average``).
         """
-        return self.steps.runner.sent_bytes
+        return self.steps.sent_bytes
 
     @property
     def last_compile_seconds(self) -> float:
@@ -527,7 +527,7 @@ class NxDPPModel(_Constructor[OnEveryRank, PerMicrobatch], LocalView):
 
         They include the graph of an optimizer's step. 0.0 on other devices, with ``apply_compile`` too.
         """
-        return self.steps.runner.compile_seconds
+        return self.steps.compile_seconds
 
     def save_pretrained(
         self, save_directory: str | os.PathLike[str], is_main_process: bool = True, *positional: Any, **arguments: Any

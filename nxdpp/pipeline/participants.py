@@ -12,14 +12,11 @@ A new idea that takes part in a step is a participant, or an action.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any
 
 import torch
 from torch import fx
 
-from nxdpp.agreement.step_signature import StepSignature
 from nxdpp.devices.device import Device
 from nxdpp.devices.kinds import device_of
 from nxdpp.gradients.grad_scaler import GradScaler
@@ -29,9 +26,8 @@ from nxdpp.pipeline.config import PipelineConfig
 from nxdpp.pipeline.local.part import Part
 from nxdpp.pipeline.p2p.transport import Transport
 from nxdpp.pipeline.partition.partition import Partition
-from nxdpp.pipeline.prepared_step import PreparedStep
 from nxdpp.pipeline.reference_step import ReferenceStep
-from nxdpp.pipeline.runtime.engine import Engine
+from nxdpp.pipeline.step import Step
 from nxdpp.ranks import parallel_state
 from nxdpp.ranks.faults import failure_watch
 from nxdpp.ranks.group_values import extremes
@@ -40,32 +36,6 @@ from nxdpp.schedules.actions import Action, ActionKind
 from nxdpp.schedules.lowering.additions import AVERAGE, Addition, Around
 from nxdpp.tensor.sequence_parallel import StepGradients
 from nxdpp.tensor.tensor_copies import TensorCopies
-
-
-@dataclass
-class Step:
-    """One step of this rank.
-
-    Attributes:
-        prepared: its batch, program and loss.
-        device: of the stages.
-        train: ``False`` for an evaluation.
-        average: ``True`` if gradients are averaged over the replicas, unless ``no_sync()`` leaves it out.
-        signature, digest: equal on all ranks of the pipeline, once they have verified it.
-        hashes: of the inputs.
-        engine: runs the actions.
-        values: the results of each microbatch, on the rank of the last stage.
-    """
-
-    prepared: PreparedStep
-    device: torch.device
-    train: bool
-    average: bool = False
-    signature: StepSignature = field(init=False)
-    digest: int = 0
-    hashes: Sequence[int] = ()
-    engine: Engine = field(init=False)
-    values: list[list[Any]] = field(default_factory=list)
 
 
 class Participant:
@@ -217,13 +187,13 @@ class Reference(Participant):
     def after(self, step: Step) -> None:
         """Run the step in one process."""
         if self._reference is not None:
-            self._reference.run(step.prepared.loss, step.prepared.whole(self._config))
+            self._reference.run(step.loss, step.whole(self._config))
 
     def finish(self, step: Step) -> None:
         """Compare with it."""
         if self._reference is not None:
             spec = self._config.output_loss_value_spec
-            losses = [(cut, cut.loss_of_sample(spec)) for cut in step.prepared.graphs.cuts]
+            losses = [(cut, cut.loss_of_sample(spec)) for cut in step.graphs.cuts]
             plans = [plan for cut, loss in losses for plan in cut.plans([loss])]
             self._reference.compare([each[0] for each in step.values if each], plans)
             self._reference, self._is_over = None, True
@@ -327,7 +297,7 @@ class Draws(Participant):
     def before(self, step: Step) -> None:
         """Make the stream, of which the ranks compare the state."""
         if self._place is not None:
-            kind = f"train={step.train}, training={step.prepared.graphs.cuts[0].training}"
+            kind = f"train={step.train}, training={step.graphs.cuts[0].training}"
             if self._device is None or self._device.device != step.device:
                 self._device = device_of(step.device)
             self.stream = RandomStream(self._device, self._place, kind, self._draws)

@@ -1,240 +1,247 @@
-"""Steps of one rank: a batch is prepared, verified to be the same on all ranks, run by the engine, and finished.
+"""One step of a rank: graph, program and loss of its batch, what runs it, and the losses and outputs that ranks get."""
 
-::
-
-    prepare    inputs ─▶ Batch ─ trace, cut ─▶ graph ─ count labels ─▶ PreparedStep     participants: before
-    verify     all ranks of the pipeline run the same step, on the same inputs          participants: after
-    run        actions of the stages and of participants
-    finish     StepResult                                                               participants: finish
-"""
-
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 
-from nxdpp.agreement.input_hash import InputHasher
 from nxdpp.agreement.step_signature import StepSignature
-from nxdpp.agreement.step_verifier import StepIdentity, StepVerifier
-from nxdpp.agreement.tensor_ranks import verify_tensor_ranks
-from nxdpp.devices.device import Compilations
-from nxdpp.devices.kinds import device_of
-from nxdpp.gradients.autocast import check_autocast
-from nxdpp.gradients.replica_gradients import ReplicaGradients
 from nxdpp.pipeline.batch import Batch
 from nxdpp.pipeline.config import PipelineConfig
-from nxdpp.pipeline.local.part import Part
+from nxdpp.pipeline.loss.batch_loss import LossOfBatch
+from nxdpp.pipeline.loss.normalization import LossNormalization
 from nxdpp.pipeline.loss.step_loss import StepLoss
-from nxdpp.pipeline.loss.sum_of_rows import looked_at
-from nxdpp.pipeline.microbatches.each_call import EachCall
-from nxdpp.pipeline.participants import Participant, Participants, Step
-from nxdpp.pipeline.prepared_step import PreparedStep, StepResult
+from nxdpp.pipeline.microbatches.batch_dimension import rows_of, shapes_of_rows
+from nxdpp.pipeline.outputs.shared_outputs import shared_outputs
 from nxdpp.pipeline.runtime.engine import Engine
-from nxdpp.pipeline.runtime.engines import Engines
-from nxdpp.pipeline.timeline.clock import StepTimer
-from nxdpp.ranks import current_state, parallel_state
-from nxdpp.ranks.faults import background_errors, failure_watch
-from nxdpp.ranks.faults.board import board
+from nxdpp.pipeline.stages.cut_graph import EndsWith, RankStages, StepGraphs, fill_output
+from nxdpp.pipeline.stages.loss import LossTransform
+from nxdpp.pipeline.stages.program_cache import ProgramCache
+from nxdpp.ranks import parallel_state
+from nxdpp.ranks.faults import failure_watch
+from nxdpp.tracing.models.loss_terms import NUM_ITEMS
 
-_Inputs = TypeVar("_Inputs")
+
+@dataclass(eq=False)
+class Step:
+    """One step of this rank: ``StepPreparation`` makes it, and ``Steps`` runs it.
+
+    Attributes:
+        batch: its inputs.
+        graphs: of its microbatches.
+        program: the stages of this rank.
+        loss: the microbatches, and the part of each in the loss.
+        has_loss: ``True`` if the program ends with the loss, ``False`` if it ends with the whole output.
+        device: of the stages.
+        train: ``False`` for an evaluation.
+        average: ``True`` if gradients are averaged over the replicas, unless ``no_sync()`` leaves it out.
+        last_rank: rank of the last stage.
+        signature, digest: equal on all ranks of the pipeline, once they have verified it.
+        hashes: of the inputs.
+        engine: runs the actions.
+        values: for each microbatch the values that the program ends with; empty on ranks without the last stage.
+    """
+
+    batch: Batch
+    graphs: StepGraphs
+    program: RankStages
+    loss: StepLoss
+    has_loss: bool = True
+    device: torch.device = field(init=False)
+    train: bool = field(init=False)
+    average: bool = field(init=False)
+    last_rank: int = field(init=False)
+    signature: StepSignature = field(init=False)
+    digest: int = 0
+    hashes: Sequence[int] = ()
+    engine: Engine = field(init=False)
+    values: list[list[Any]] = field(default_factory=list)
+
+    def whole(self, config: PipelineConfig) -> Mapping[str, Any] | None:
+        """Return the opened inputs of the batch in one piece, whose loss could be the mean of the microbatches'.
+
+        ``None`` for a batch that has been given in parts, and for losses that count items of all replicas.
+        """
+        parts, given = len(self.batch.microbatches), self.batch.compared
+        if parts == 1 or len(given) != 1 or config.split_inputs_fn is not None:
+            return None
+        if NUM_ITEMS in given[0] or (self.loss.scales and parallel_state.get_data_parallel_size() > 1):
+            return None
+        return given[0]
+
+    def losses(self) -> list[torch.Tensor]:
+        """Return the loss of each microbatch. Raises ``ValueError`` for one without labels."""
+        return self.loss.scaled([values[0] for values in self.values if values])
+
+    def shared_losses(self) -> list[torch.Tensor]:
+        """Return the losses on all ranks; collective over the pipeline."""
+        with failure_watch.reported():
+            losses: list[torch.Tensor] = self.shared(self.losses())
+            return losses
+
+    def lone_losses(self) -> list[torch.Tensor] | None:
+        """Return the loss of each microbatch, as the model returns it, where that is all; collective over the pipeline.
+
+        Returns ``None`` on all ranks where the output is another value, and an empty list without the last stage.
+        """
+        if not all(cut.is_lone for cut in self.graphs.cuts):
+            return None
+        values = [each for (each,) in self.values]
+        with failure_watch.reported():
+            (are_losses,) = self.shared([all(isinstance(each, torch.Tensor) and not each.ndim for each in values)])
+        return values if are_losses else None
+
+    def outputs(self, everywhere: bool = True) -> list[Any]:
+        """Return the model's output of each microbatch; ``everywhere`` on all ranks, collective over the pipeline."""
+        with failure_watch.reported():
+            values = self.shared(self.values) if everywhere else self.values
+            outputs, names = [cut.output for cut in self.graphs.cuts], [each.results for each in self.program.graphs]
+            return [
+                fill_output(
+                    outputs[graph], dict(zip(names[graph] if names else self.program.results, each, strict=True))
+                )
+                for graph, each in zip(self.graphs.numbers or [0] * len(values), values, strict=False)
+            ]
+
+    def shared(self, own: Any) -> Any:
+        """Return the list ``own`` of the rank of the last stage on all ranks; collective over the pipeline."""
+        return shared_outputs(own, self.last_rank, parallel_state.get_pipeline_control_group(), self.device)
 
 
-class StepRunner:
-    """The steps of one pipeline on this rank, each collective over the pipeline's ranks.
+class StepPreparation:
+    """Preparation of the steps of one pipeline; not collective, but for the count of labels over replicas.
 
     Args:
         config: settings of the pipeline.
-        last_rank: rank of the last stage.
-        engines: run the programs.
-        part: parameters, buffers and modules of this rank.
-        replicas: the average of gradients.
-        participants: take part in a step beside the stages.
-
-    Attributes:
-        timer: of the last step; ``None`` before the first one.
-        compile_seconds: in which this process compiled graphs, from the end of the step before to the end of the last.
-        digest: of the last step; equal for steps of the same graph and signature.
+        programs: graphs and programs, by specs of inputs.
+        normalization: of the loss.
     """
 
-    def __init__(
-        self,
-        config: PipelineConfig,
-        last_rank: int,
-        engines: Engines,
-        part: Part,
-        replicas: ReplicaGradients,
-        participants: Participants,
-    ) -> None:
-        self.timer: StepTimer | None = None
-        self._sent_before = 0
-        self.compile_seconds = 0.0
-        self.digest = 0
-        self._config = config
-        self._last_rank = last_rank
-        self._engines = engines
-        self._part = part
-        self._replicas = replicas
-        self._participants = participants
-        self._hasher = InputHasher(config.check_inputs)
-        self._verifier: StepVerifier | None = None
-        self._compiled: Compilations | None = None
-        self._has_tensor_ranks = parallel_state.get_tensor_model_parallel_size() > 1
-        self._is_verified = False
-        self._refused: str | None = None
-        self._told: set[str] = set()
-
-    @property
-    def sent_bytes(self) -> int:
-        """Bytes of the tensors that this rank has sent to other ranks of the pipeline in the last step."""
-        return max(0, self._engines.sent_bytes - self._sent_before)
-
-    def train(
-        self, take: Callable[[_Inputs], Batch], inputs: _Inputs, prepare: Callable[[Batch], PreparedStep], average: bool
-    ) -> StepResult:
-        """Run the training step that ``prepare`` makes of the batch, which ``take`` makes of ``inputs``.
-
-        ``average`` as ``Steps.train`` takes it. Raises as ``Steps.train`` does.
-        """
-        current_state.with_groups("a training step")
-        background_errors.begin_step()
-        with self._noted():
-            if not torch.is_grad_enabled():
-                raise RuntimeError("training needs gradients, and they are off (torch.no_grad()): evaluate there.")
-            batch, device, scaler = take(inputs), self._part.changes.device, self._config.grad_scaler
-            check_autocast(device, is_scaled=scaler is not None and scaler.is_enabled())
-            self._part.check_trained()
-            return self._run(Step(prepare(batch), device, True, average))
-
-    def evaluate(
-        self,
-        take: Callable[[_Inputs], Batch],
-        inputs: _Inputs,
-        prepare: Callable[[Batch], PreparedStep],
-        everywhere: bool = False,
-    ) -> StepResult:
-        """Run the evaluation that ``prepare`` makes of the batch, which ``take`` makes of ``inputs``.
-
-        All ranks must want its results ``everywhere``, or none.
-
-        It has no gradients, also in the caller's inference mode, whose tensors no training step could use later.
-        """
-        current_state.with_groups("an evaluation")
-        with self._noted(), torch.inference_mode(mode=False), torch.no_grad():
-            step = Step(prepare(take(inputs)), self._part.changes.device, False)
-            check_autocast(step.device, is_scaled=True)
-            return self._run(step, everywhere)
-
-    def _run(self, step: Step, everywhere: bool = False) -> StepResult:
-        """Run a step that this rank has prepared."""
-        participants = self._participants.all if step.train else self._participants.evaluating
-        for each in participants:
-            each.before(step)
-        # Verify.
-        engine, step.digest = self._verify(step, everywhere)
-        loss = step.prepared.loss
-        if engine is None:
-            step.engine, loss, each_call = self._first(step, participants)
-        else:
-            step.engine = engine
-        for each in participants:
-            each.after(step)
-        # Run.
-        self._sent_before = self._engines.transport(step.device).sent_bytes
-        with failure_watch.reported(), self._engines.timeline(step.device, step.train):
-            step.values = step.engine.run(loss)
-        if engine is None:
-            self._engines.of(step.prepared.program)[step.signature] = step.engine, step.digest
-            if each_call is not None:
-                each_call.warn(self._told)
-        self.timer, self.digest = step.engine.timer, step.digest
-        if step.engine.is_lazy:
-            compiled = step.engine.device.compiled()
-            assert self._compiled is not None, "set before the first verification"
-            self.compile_seconds, self._compiled = compiled.seconds - self._compiled.seconds, compiled
-        self._part.note_verified()
-        # Finish.
-        for each in participants:
-            each.finish(step)
-        return StepResult(step.prepared, step.values, self._last_rank, step.device)
-
-    @contextmanager
-    def _noted(self) -> Iterator[None]:
-        """Note an error of the block, the whole of a step on this rank.
-
-        After an error before the ranks have verified the step this rank can continue: it has sent nothing. The other
-        ranks learn of it in the next step. A later error leaves engines in the middle of a step: they are dropped.
-
-        Raises ``RuntimeError`` after a step that failed.
-        """
-        failure_watch.refuse_after_failure()
-        self._is_verified = False
-        try:
-            yield
-        except BaseException as error:
-            for each in self._participants.all:
-                each.abandon()
-            if self._is_verified:
-                self._engines.forget()
-            else:
-                self._refused = f"{board.position().call} raised {type(error).__name__}: {error}"
-            raise
-
-    def _verify(self, step: Step, everywhere: bool) -> tuple[Engine | None, int]:
-        """Verify that all ranks of the pipeline run the same step, in its first run also on the same values.
-
-        Sets the signature and the hashes of ``step``; returns its engine, if its signature has one, and its digest.
-        Raises ``RuntimeError`` when the ranks are about to run different steps.
-        """
-        prepared, train = step.prepared, step.train
-        if self._compiled is None:
-            self._compiled = device_of(step.device).compiled()
-        forms, count = prepared.forms(), len(prepared.loss.microbatches)
-        kind = step.device.type
-        autocast = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
-        step.signature = StepSignature(
-            *(forms.first, autocast, train, forms.numbers, forms.others, count, forms.graphs, everywhere)
+    def __init__(self, config: PipelineConfig, programs: ProgramCache, normalization: LossNormalization) -> None:
+        self._loss_spec = config.output_loss_value_spec
+        self._is_sum = config.gradient_reduction == "sum"
+        self._config, self._programs, self._normalization = config, programs, normalization
+        self._loss_of_step: Callable[..., StepLoss] = (
+            normalization.of_step if config.batch_loss is None else self._loss_of_batch
         )
-        identity = StepIdentity(prepared.program.graph, step.signature, self._part.initial.origin)
-        engine, digest = self._engines.of(prepared.program).get(step.signature) or (None, identity.digest)
-        if self._verifier is None:
-            self._verifier = StepVerifier(parallel_state.get_pipeline_control_group())
-        leaves_average = train and self._replicas.is_left_out
-        begun, stream = board.begun, self._participants.draws.stream
-        with failure_watch.reported():
-            inputs = self._hasher.of_step(prepared.batch.compared, engine is None)
-            if self._has_tensor_ranks and parallel_state.get_pipeline_model_parallel_rank() == 0:
-                verify_tensor_ranks(
-                    parallel_state.get_tensor_control_group(),
-                    step.signature,
-                    inputs,
-                    begun["pipeline"],
-                    engine is None,
-                    leaves_average,
-                    self._participants.draws.compared,
-                    self._replicas.optimizers.rounds,
-                )
-            begun["world"] = self._verifier.check(
-                identity,
-                digest,
-                engine is None,
-                inputs,
-                begun["pipeline"],
-                self._refused,
-                self._part.unverified_values(),
-                begun["world"],
-                leaves_average,
-                self._part.tied.hooks_after if self._part.any_ties and train else None,
-                0 if stream is None else stream.digest,
-                self._replicas.optimizers.state,
-            )
-        self._is_verified, self._refused, step.hashes = True, None, inputs.values
-        return engine, digest
 
-    def _first(self, step: Step, participants: Sequence[Participant]) -> tuple[Engine, StepLoss, EachCall | None]:
-        """Return a new engine, and the loss of its first step, which is looked at in training."""
-        count, loss, each_call = len(step.prepared.loss.microbatches), step.prepared.loss, None
-        if step.train and count > 1:
-            each_call = EachCall(self._part.module, count)
-            loss = looked_at(loss, self._config, self._told)
-        return self._engines.make(step.prepared.program, step.device, step.signature, participants), loss, each_call
+    def trace(self, batch: Batch, training: bool) -> None:
+        """Trace ``batch`` and build its program. Raises ``ValueError`` for a loss that cannot be normalized."""
+        graphs = self._graphs(batch)
+        ends_with: EndsWith = "loss" if training or self._names_loss(graphs) else "output"
+        self._programs.program_of(graphs, ends_with)
+        if ends_with == "loss":
+            for cut in graphs.cuts:
+                self._normalization.check(cut)
+
+    def takes_number_of_items(self, batch: Batch) -> bool:
+        """Return whether the loss of ``batch`` depends on the ``num_items_in_batch`` among its inputs."""
+        return any(map(self._normalization.takes_number, self._graphs(batch).cuts))
+
+    def with_loss(
+        self,
+        batch: Batch,
+        transform: LossTransform | None = None,
+        train: bool = True,
+        graphs: StepGraphs | None = None,
+    ) -> Step:
+        """Prepare a step that ends with the loss of ``batch``, of which ``transform`` is differentiated in training."""
+        graphs = self._programs.graphs_of(batch.distinct, batch.layout) if graphs is None else graphs
+        loss = self._loss_of_step(graphs, batch.microbatches, batch.is_counted, batch.before, train, (), batch.shares)
+        loss = loss if batch.shares is None else self._by_rows(loss, batch)
+        return self._prepared(batch, graphs, "loss", loss, transform)
+
+    def with_loss_and_output(self, batch: Batch, transform: LossTransform | None) -> Step:
+        """Prepare a training step that ends with the loss and the output of each sample."""
+        graphs = self._graphs(batch)
+        nodes = [cut.loss_of_sample(self._loss_spec) for cut in graphs.cuts]
+        loss = self._normalization.of_step(graphs, batch.microbatches, batch.is_counted, batch.before, True, nodes)
+        return self._prepared(batch, graphs, "loss and output", loss, transform)
+
+    def with_named_loss(self, batch: Batch) -> Step:
+        """Prepare an evaluation, which ends with the loss where the output names one or divides by counted items."""
+        graphs = self._graphs(batch)
+        is_fed = all(cut.is_lone and self._normalization.is_fed(cut) for cut in graphs.cuts)
+        if is_fed or self._names_loss(graphs):
+            return self.with_loss(batch, train=False, graphs=graphs)
+        return self._prepared(batch, graphs, "output", StepLoss(batch.microbatches))
+
+    def loss_of(self, step: Step) -> StepLoss:
+        """Return the loss of an evaluation whose outputs are lone losses; collective over replicas that count items.
+
+        Raises ``ValueError`` or ``TypeError`` on all ranks for a loss that a training step refuses.
+        """
+        batch = step.batch
+        loss = self._normalization.of_step(
+            step.graphs, batch.microbatches, batch.is_counted, batch.before, False, shares=batch.shares
+        )
+        return self._by_rows(loss, batch)
+
+    def _by_rows(self, loss: StepLoss, batch: Batch) -> StepLoss:
+        """Return ``loss`` with microbatches that weigh as much as their rows, if each has its mean."""
+        is_mean = batch.shares is not None and self._normalization.is_of_microbatches and not batch.is_counted
+        return replace(loss, scales=batch.shares) if is_mean else loss
+
+    def with_losses(self, batch: Batch) -> Step:
+        """Prepare an evaluation that ends with the loss of each microbatch, as the model returns it.
+
+        Raises ``ValueError`` if the output names no loss.
+        """
+        graphs = self._graphs(batch)
+        if not self._names_loss(graphs):
+            raise ValueError("the model returns no loss for these inputs: give labels, or evaluate its outputs.")
+        return self._prepared(batch, graphs, "loss", StepLoss(batch.microbatches))
+
+    def with_output(self, batch: Batch) -> Step:
+        """Prepare an evaluation that ends with the output of each microbatch."""
+        return self._prepared(batch, self._graphs(batch), "output", StepLoss(batch.microbatches))
+
+    def _loss_of_batch(self, graphs: StepGraphs, microbatches: list[dict[str, Any]], *_: Any) -> StepLoss:
+        """Begin the loss over the whole batch, which may have microbatches without labels."""
+        config = self._config
+        first, dimension, shared = microbatches[0], config.batch_dimension, config.shared_inputs
+        rows = rows_of(first, dimension, shared)
+        are_free = graphs.are_of_no_input(lambda: shapes_of_rows(first, dimension, shared))
+        module = graphs.cuts[0].partition.module
+        own: dict[str, Any] = {"rows": rows, "module": module, "is_of_no_input": are_free}
+        loss = LossOfBatch(microbatches, is_sum=True, batch_loss=config.batch_loss, **own)
+        loss.begin()
+        return loss
+
+    def _prepared(
+        self,
+        batch: Batch,
+        graphs: StepGraphs,
+        ends_with: EndsWith,
+        loss: StepLoss,
+        transform: LossTransform | None = None,
+    ) -> Step:
+        is_new = loss.microbatches is not batch.microbatches
+        if is_new and not all(NUM_ITEMS in cut.traced.inputs for cut in graphs.cuts):
+            # The model's control flow depends on the number of items, which is then part of the graph.
+            graphs = self._programs.graphs_of(loss.microbatches)
+        if self._is_sum or transform is not None:
+            loss = replace(loss, is_sum=self._is_sum, transform=transform)
+        return Step(batch, graphs, self._programs.program_of(graphs, ends_with), loss, ends_with != "output")
+
+    def _graphs(self, batch: Batch) -> StepGraphs:
+        return self._programs.graphs_of(batch.distinct, batch.layout)
+
+    def _names_loss(self, graphs: StepGraphs) -> bool:
+        """Return whether the graphs of all microbatches name a loss, with which an evaluation then ends."""
+        return all(cut.has_named_loss(self._loss_spec) for cut in graphs.cuts)
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Result of ``eval_step`` on this rank.
+
+    ``losses`` holds the loss of each microbatch where the model's output names a loss, or is one tensor of shape (). It
+    is ``None`` otherwise. Their mean is the loss.
+    ``output`` is then the model's output, with the microbatches joined as ``joined_outputs`` says. Both are empty on
+    ranks without the last stage, unless they are wanted everywhere.
+    """
+
+    losses: list[torch.Tensor] | None
+    output: Any = None

@@ -2,37 +2,54 @@
 
 ::
 
-    inputs ─ Batches ─▶ Batch ─ StepPreparation ─▶ PreparedStep ─ StepRunner ─▶ StepResult ─▶ losses or outputs
+    prepare    inputs ─ Batches ─▶ Batch ─ StepPreparation ─▶ Step                      participants: before
+    verify     all ranks of the pipeline run the same step, on the same inputs          participants: after
+    run        actions of the stages and of participants
+    finish     losses or outputs                                                        participants: finish
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
 from nxdpp.agreement.exchange import ReplicaExchanges
+from nxdpp.agreement.input_hash import InputHasher
 from nxdpp.agreement.last_used import LastUsed
+from nxdpp.agreement.step_signature import Forms, StepSignature, forms_of, input_shapes
+from nxdpp.agreement.step_verifier import StepIdentity, StepVerifier
+from nxdpp.agreement.tensor_ranks import verify_tensor_ranks
+from nxdpp.devices.device import Compilations
+from nxdpp.devices.kinds import device_of
+from nxdpp.gradients.autocast import check_autocast
 from nxdpp.gradients.gradient_norm import clip_grad_norm, dtype_of_norm
 from nxdpp.gradients.mean_loss import mean_loss
 from nxdpp.gradients.replica_gradients import ReplicaGradients
 from nxdpp.gradients.shards.rank_shards import RankShards
-from nxdpp.pipeline.batch import Batches
+from nxdpp.pipeline.batch import Batch, Batches
 from nxdpp.pipeline.config import PipelineConfig
 from nxdpp.pipeline.local.part import Part
 from nxdpp.pipeline.loss.normalization import LossNormalization
+from nxdpp.pipeline.loss.sum_of_rows import looked_at
+from nxdpp.pipeline.microbatches.each_call import EachCall
 from nxdpp.pipeline.participants import Participants
 from nxdpp.pipeline.partition.partition import Partition
-from nxdpp.pipeline.prepared_step import Evaluation, StepPreparation
+from nxdpp.pipeline.runtime.engine import Engine
 from nxdpp.pipeline.runtime.engines import Engines
 from nxdpp.pipeline.stages.loss import LossTransform
 from nxdpp.pipeline.stages.program_cache import ProgramCache
-from nxdpp.pipeline.step import StepRunner
-from nxdpp.ranks.faults import failure_watch
+from nxdpp.pipeline.step import Evaluation, Step, StepPreparation
+from nxdpp.pipeline.timeline.clock import StepTimer
+from nxdpp.ranks import current_state, parallel_state
+from nxdpp.ranks.faults import background_errors, failure_watch
 from nxdpp.ranks.faults.board import Call, board
 from nxdpp.schedules.chosen import ChosenSchedule
 from nxdpp.tensor.tensor_copies import TensorCopies
+
+_Inputs = TypeVar("_Inputs")
 
 
 class Steps:
@@ -52,7 +69,9 @@ class Steps:
         local_stages: of this rank, in the order of the model.
         engines: run the programs.
         replicas: the average of gradients over the data-parallel replicas.
-        runner: runs the steps; it has the figures of the last one.
+        timer: of the last step; ``None`` before the first one.
+        compile_seconds: in which this process compiled graphs, from the end of the step before to the end of the last.
+        digest: of the last step; equal for steps of the same graph and signature.
     """
 
     def __init__(
@@ -77,8 +96,23 @@ class Steps:
         self._loss_dtypes: LastUsed[int, torch.dtype] = LastUsed()
         self._batches = Batches(part, config, normalization)
         self._preparation = StepPreparation(config, programs, normalization)
-        self.runner = StepRunner(config, self.last_rank, self.engines, part, self.replicas, self._participants)
+        self.timer: StepTimer | None = None
+        self.compile_seconds = 0.0
+        self.digest = 0
+        self._sent_before = 0
+        self._hasher = InputHasher(config.check_inputs)
+        self._verifier: StepVerifier | None = None
+        self._compiled: Compilations | None = None
+        self._has_tensor_ranks = parallel_state.get_tensor_model_parallel_size() > 1
+        self._is_verified = False
+        self._refused: str | None = None
+        self._told: set[str] = set()
         part.follower = self
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes of the tensors that this rank has sent to other ranks of the pipeline in the last step."""
+        return max(0, self.engines.sent_bytes - self._sent_before)
 
     def trace(self, inputs: Mapping[str, Any]) -> None:
         """Trace a microbatch of ``inputs``, a whole batch, in the present training mode; not collective."""
@@ -105,12 +139,11 @@ class Steps:
 
         Takes ``inputs`` and raises as ``NxDPPModel.run_train`` does.
         """
-        return self.runner.train(self._batches.of_inputs, inputs, self._preparation.with_loss, average).losses()
+        return self._train(self._batches.of_inputs, inputs, self._preparation.with_loss, average).losses()
 
     def train_given(self, microbatches: Sequence[Mapping[str, Any]], average: bool) -> list[torch.Tensor]:
         """Do as ``train`` for ``microbatches`` as they are."""
-        prepare = self._preparation.with_loss
-        return self.runner.train(self._batches.of_microbatches, microbatches, prepare, average).losses()
+        return self._train(self._batches.of_microbatches, microbatches, self._preparation.with_loss, average).losses()
 
     def evaluate(self, inputs: Mapping[str, Any], everywhere: bool = False) -> Evaluation:
         """Run the forward of all microbatches without gradients, as a part of the collective call of the program.
@@ -119,18 +152,16 @@ class Steps:
         than others, and weigh as much more in a mean. With ``everywhere`` all ranks of the pipeline get the losses or
         the output, each a copy.
         """
-        prepare = self._preparation.with_named_loss
-        result = self.runner.evaluate(self._batches.of_evaluation, inputs, prepare, everywhere)
-        if result.step.has_loss:
-            return Evaluation(result.shared_losses() if everywhere else result.losses())
-        losses = result.lone_losses()
+        step = self._evaluate(self._batches.of_evaluation, inputs, self._preparation.with_named_loss, everywhere)
+        if step.has_loss:
+            return Evaluation(step.shared_losses() if everywhere else step.losses())
+        losses = step.lone_losses()
         if losses is not None:
             with failure_watch.reported():
-                scaled = self._preparation.loss_of(result.step).scaled(losses)
-                return Evaluation(result.shared(scaled) if everywhere else scaled)
-        outputs = result.shared_outputs() if everywhere else result.outputs()
+                scaled = self._preparation.loss_of(step).scaled(losses)
+                return Evaluation(step.shared(scaled) if everywhere else scaled)
+        outputs = step.outputs(everywhere)
         with failure_watch.reported():
-            step = result.step
             return Evaluation(None, self._batches.joined(outputs, step.batch, step.graphs) if outputs else None)
 
     def train_samples(
@@ -164,11 +195,11 @@ class Steps:
         """
         with _call("train_samples"):
             prepare = partial(self._preparation.with_loss_and_output, transform=transform)
-            result = self.runner.train(self._batches.of_samples, samples, prepare, average)
+            step = self._train(self._batches.of_samples, samples, prepare, average)
             with failure_watch.reported():
                 # Raises for a loss that is not-a-number for lack of labels.
-                result.losses()
-            return result.shared_outputs()
+                step.losses()
+            return step.outputs()
 
     def eval_samples(self, samples: Sequence[Mapping[str, Any]]) -> list[Any]:
         """Run the forward of ``samples`` without gradients; collective over the pipeline.
@@ -176,8 +207,7 @@ class Steps:
         Takes, returns and refuses as ``train_samples`` does.
         """
         with _call("eval_samples"):
-            prepare = self._preparation.with_output
-            return self.runner.evaluate(self._batches.of_samples, samples, prepare).shared_outputs()
+            return self._evaluate(self._batches.of_samples, samples, self._preparation.with_output).outputs()
 
     def takes_number_of_items(self, microbatch: Mapping[str, Any]) -> bool:
         """Return whether the loss of ``microbatch`` depends on the ``num_items_in_batch`` in it; not collective."""
@@ -210,10 +240,10 @@ class Steps:
                 microbatches that the schedule cannot run.
         """
         with _call("train_microbatches"):
-            prepared = self._preparation.with_loss_and_output if outputs else self._preparation.with_loss
-            prepare = partial(prepared, transform=transform)
-            result = self.runner.train(self._batches.of_microbatches, microbatches, prepare, average)
-            return result.shared_outputs() if outputs else result.shared_losses()
+            with_output = partial(self._preparation.with_loss_and_output, transform=transform)
+            prepare = with_output if outputs else partial(self._preparation.with_loss, transform=transform)
+            step = self._train(self._batches.of_microbatches, microbatches, prepare, average)
+            return step.outputs() if outputs else step.shared_losses()
 
     def eval_microbatches(self, microbatches: Sequence[Mapping[str, Any]], outputs: bool = False) -> list[Any]:
         """Run the forward of ``microbatches`` without gradients; collective over the pipeline.
@@ -223,8 +253,8 @@ class Steps:
         """
         with _call("eval_microbatches"):
             prepare = self._preparation.with_output if outputs else self._preparation.with_losses
-            result = self.runner.evaluate(self._batches.of_microbatches, microbatches, prepare)
-            return result.shared_outputs() if outputs else result.shared_losses()
+            step = self._evaluate(self._batches.of_microbatches, microbatches, prepare)
+            return step.outputs() if outputs else step.shared_losses()
 
     def mean_loss(self, losses: Sequence[torch.Tensor], train: bool = True) -> torch.Tensor:
         """Return the mean loss of all microbatches and replicas on every rank; collective over all ranks.
@@ -234,9 +264,9 @@ class Steps:
         with board.call("mean_loss"), failure_watch.reported():
             if self.part.rank == self.last_rank:
                 self.exchanges.begin(f"mean loss of {'a training step' if train else 'an evaluation'}")
-            known = self._loss_dtypes.get(self.runner.digest)
+            known = self._loss_dtypes.get(self.digest)
             loss = mean_loss(losses, self.last_rank, self.part.device, known)
-            self._loss_dtypes[self.runner.digest] = loss.dtype
+            self._loss_dtypes[self.digest] = loss.dtype
             return loss
 
     def average_gradients(self) -> None:
@@ -263,6 +293,139 @@ class Steps:
             own = dtype_of_norm(each.grad for each in parameters if each.grad is not None)
             dtype = self.replicas.optimizers.note_clipping(float(max_norm), float(norm_type), own)
             return clip_grad_norm(parameters, max_norm, norm_type, dtype=dtype)
+
+    def _train(
+        self, take: Callable[[_Inputs], Batch], inputs: _Inputs, prepare: Callable[[Batch], Step], average: bool
+    ) -> Step:
+        """Run the training step that ``prepare`` makes of the batch, which ``take`` makes of ``inputs``."""
+        current_state.with_groups("a training step")
+        background_errors.begin_step()
+        with self._noted():
+            if not torch.is_grad_enabled():
+                raise RuntimeError("training needs gradients, and they are off (torch.no_grad()): evaluate there.")
+            batch, device, scaler = take(inputs), self.part.changes.device, self.config.grad_scaler
+            check_autocast(device, is_scaled=scaler is not None and scaler.is_enabled())
+            self.part.check_trained()
+            return self._run(prepare(batch), device, True, average)
+
+    def _evaluate(
+        self,
+        take: Callable[[_Inputs], Batch],
+        inputs: _Inputs,
+        prepare: Callable[[Batch], Step],
+        everywhere: bool = False,
+    ) -> Step:
+        """Run the evaluation that ``prepare`` makes of the batch, which ``take`` makes of ``inputs``.
+
+        All ranks must want its results ``everywhere``, or none.
+
+        It has no gradients, also in the caller's inference mode, whose tensors no training step could use later.
+        """
+        current_state.with_groups("an evaluation")
+        with self._noted(), torch.inference_mode(mode=False), torch.no_grad():
+            step, device = prepare(take(inputs)), self.part.changes.device
+            check_autocast(device, is_scaled=True)
+            return self._run(step, device, False, everywhere=everywhere)
+
+    def _run(
+        self, step: Step, device: torch.device, train: bool, average: bool = False, everywhere: bool = False
+    ) -> Step:
+        """Run a step that this rank has prepared, and return it."""
+        step.device, step.train, step.average, step.last_rank = device, train, average, self.last_rank
+        participants = self._participants.all if train else self._participants.evaluating
+        for each in participants:
+            each.before(step)
+        # Verify.
+        known, step.digest = self._verify(step, everywhere)
+        loss, each_call = step.loss, None
+        if known is None and train and len(loss.microbatches) > 1:
+            each_call = EachCall(self.part.module, len(loss.microbatches))
+            loss = looked_at(loss, self.config, self._told)
+        step.engine = known or self.engines.make(step.program, device, step.signature, participants)
+        for each in participants:
+            each.after(step)
+        # Run.
+        self._sent_before = self.engines.transport(device).sent_bytes
+        timeline = self.engines.timeline
+        recorded = nullcontext() if timeline is None else timeline.step(device, train)
+        with failure_watch.reported(), recorded:
+            step.values = step.engine.run(loss)
+        if known is None:
+            self.engines.of(step.program)[step.signature] = step.engine, step.digest
+        if each_call is not None:
+            each_call.warn(self._told)
+        self.timer, self.digest = step.engine.timer, step.digest
+        if step.engine.is_lazy:
+            compiled = step.engine.device.compiled()
+            assert self._compiled is not None, "set before the first verification"
+            self.compile_seconds, self._compiled = compiled.seconds - self._compiled.seconds, compiled
+        self.part.note_verified()
+        # Finish.
+        for each in participants:
+            each.finish(step)
+        return step
+
+    @contextmanager
+    def _noted(self) -> Iterator[None]:
+        """Note an error of the block, the whole of a step on this rank.
+
+        After an error before the ranks have verified the step this rank can continue: it has sent nothing. The other
+        ranks learn of it in the next step. A later error leaves engines in the middle of a step: they are dropped.
+
+        Raises ``RuntimeError`` after a step that failed.
+        """
+        failure_watch.refuse_after_failure()
+        self._is_verified = False
+        try:
+            yield
+        except BaseException as error:
+            for each in self._participants.all:
+                each.abandon()
+            if self._is_verified:
+                self.engines.forget()
+            else:
+                self._refused = f"{board.position().call} raised {type(error).__name__}: {error}"
+            raise
+
+    def _verify(self, step: Step, everywhere: bool) -> tuple[Engine | None, int]:
+        """Verify that all ranks of the pipeline run the same step, in its first run also on the same values.
+
+        Sets the signature and the hashes of ``step``; returns its engine, if its signature has one, and its digest.
+        Raises ``RuntimeError`` when the ranks are about to run different steps.
+        """
+        batch, microbatches, kind = step.batch, step.loss.microbatches, step.device.type
+        if self._compiled is None:
+            self._compiled = device_of(step.device).compiled()
+        if len(batch.distinct) == 1:
+            forms = Forms(batch.shapes or input_shapes(microbatches[0]))
+        else:
+            forms = forms_of(microbatches, step.graphs.numbers)
+        autocast = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
+        step.signature = StepSignature(
+            *(forms.first, autocast, step.train, forms.numbers, forms.others),
+            *(len(microbatches), forms.graphs, everywhere),
+        )
+        identity = StepIdentity(step.program.graph, step.signature, self.part.initial.origin)
+        engine, digest = self.engines.of(step.program).get(step.signature) or (None, identity.digest)
+        if self._verifier is None:
+            self._verifier = StepVerifier(parallel_state.get_pipeline_control_group())
+        begun, draws, optimizers = board.begun, self._participants.draws, self.replicas.optimizers
+        number, is_new, leaves_average = begun["pipeline"], engine is None, step.train and self.replicas.is_left_out
+        with failure_watch.reported():
+            inputs = self._hasher.of_step(batch.compared, is_new)
+            if self._has_tensor_ranks and self.part.rank == 0:
+                verify_tensor_ranks(
+                    *(parallel_state.get_tensor_control_group(), step.signature, inputs, number, is_new),
+                    *(leaves_average, draws.compared, optimizers.rounds),
+                )
+            begun["world"] = self._verifier.check(
+                *(identity, digest, is_new, inputs, number, self._refused, self.part.unverified_values()),
+                *(begun["world"], leaves_average),
+                self.part.tied.hooks_after if self.part.any_ties and step.train else None,
+                *(0 if draws.stream is None else draws.stream.digest, optimizers.state),
+            )
+        self._is_verified, self._refused, step.hashes = True, None, inputs.values
+        return engine, digest
 
     def shard(self, shards: RankShards) -> None:
         """Run ``shards``, which this rank's parameters have become, from the next step on; on all ranks."""

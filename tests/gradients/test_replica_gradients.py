@@ -121,10 +121,10 @@ def warnings_of(rank: int) -> tuple[list[str], str]:
     for seed, hashes in ((replica, True), (0, True), (0, not replica), (0, False)):
         model = NxDPPModel(make("llama", layers=2), num_microbatches=2)
         model.move_model_to_device()
-        runner = model.steps.runner
-        verify = runner._replicas.verify
+        replicas = model.steps.replicas
+        verify = replicas.verify
         if not hashes:
-            vars(runner._replicas)["verify"] = lambda _, verify=verify: verify(())
+            vars(replicas)["verify"] = lambda _, verify=verify: verify(())
         for _ in range(2):
             model.run_train(**padded_batch(4, seed=seed))
         found.append(printed.getvalue())

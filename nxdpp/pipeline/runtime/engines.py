@@ -1,7 +1,6 @@
 """Engines of one rank: one for each program and signature of a step. They share the transfers to other ranks."""
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -36,6 +35,8 @@ class Engines:
         schedule: its schedule.
         rank: this rank of the pipeline.
 
+    Attributes:
+        timeline: writes each step to the timeline's file; ``None`` without one.
     """
 
     def __init__(self, config: PipelineConfig, schedule: ChosenSchedule, rank: int) -> None:
@@ -44,7 +45,7 @@ class Engines:
         self._keep_outputs = not config.deallocate_pipeline_outputs
         self._loss_gradient = config.loss_gradient
         path = config.trace_file_path
-        self._timeline = None if path is None else StepTimeline(check_path(path), schedule.name)
+        self.timeline = None if path is None else StepTimeline(check_path(path), schedule.name)
         self._transport: Transport | None = None
         # By signature: each engine with the digest of its steps.
         self._engines: WeakKeyDictionary[RankStages, LastUsed[Any, tuple[Engine, int]]] = WeakKeyDictionary()
@@ -92,10 +93,6 @@ class Engines:
         self._engines.clear()
         self._transport = None
 
-    def timeline(self, device: torch.device, train: bool) -> AbstractContextManager[None]:
-        """Return a context that writes the step in it to the timeline's file."""
-        return nullcontext() if self._timeline is None else self._timeline.step(device, train)
-
     def make(
         self,
         program: RankStages,
@@ -130,7 +127,7 @@ class Engines:
             forms=signature.forms,
             graphs=signature.graphs,
         )
-        recorder = None if self._timeline is None else self._timeline.recorder
+        recorder = None if self.timeline is None else self.timeline.recorder
         graphs = [graph.stages for graph in program.graphs or (program,)]
         for stage in (stages[number] for stages in graphs for number in sorted(stages)):
             for module in filter(None, (stage.module, stage.first_run)):

@@ -232,10 +232,6 @@ class ProgramCache:
             cut.programs[ends_with] = self._build(cut, ends_with, self._results(cut, ends_with))
         return cut.programs[ends_with]
 
-    def evaluation_ends_with(self, cut: CutGraph) -> EndsWith:
-        """Return the end of an evaluation: the loss where the output names one, the whole output otherwise."""
-        return "loss" if cut.has_named_loss(self._loss_spec) else "output"
-
     def replace(self, modules: Mapping[str, nn.Module]) -> None:
         """Trace with copies of ``modules``, by name, although this rank now runs others in their place.
 
