@@ -52,23 +52,6 @@ def warn_of_idle_ranks(schedule: ChosenSchedule) -> None:
     )
 
 
-def warn_of_own_listings(module: nn.Module) -> None:
-    """Log a warning for a ``module`` whose class has its own listing of parameters, such as of the trained ones."""
-    own = [name for name in ("parameters", "named_parameters") if _is_overridden(module, name)]
-    if own:
-        _logger.warning(
-            "%s has its own %s(), which the wrapped model does not use: its listings have all parameters of a rank. An "
-            "optimizer gets them all, unless they do not require gradients",
-            type(module).__name__,
-            "() and ".join(own),
-        )
-
-
-def _is_overridden(module: nn.Module, name: str) -> bool:
-    owner = next(cls for cls in type(module).__mro__ if name in vars(cls))
-    return not owner.__module__.startswith("torch.")
-
-
 def check_trained_dtypes(module: nn.Module) -> None:
     """Raise ``RuntimeError`` for a parameter of ``module`` in float16 that is trained.
 
@@ -91,88 +74,88 @@ def check_number_of_microbatches(microbatches: Any) -> None:
         raise ValueError(f"num_microbatches={microbatches!r} must be a whole number of at least 1.")
 
 
-def check_split_inputs_fn(function: Any, shared_inputs: Any) -> None:
-    """Raise ``TypeError`` unless ``function`` is callable or ``None``, and ``ValueError`` for both settings."""
+def check_split_inputs_fn(function: Any) -> None:
+    """Raise ``TypeError`` unless ``function`` is callable or ``None``."""
     if function is not None and not callable(function):
         raise TypeError(f"split_inputs_fn={function!r} must be a function of the inputs and num_microbatches.")
-    if function is not None and shared_inputs is not None:
-        raise ValueError(
-            "split_inputs_fn and shared_inputs exclude each other: the function returns all inputs of each microbatch, "
-            "shared ones too. Leave shared_inputs out."
-        )
 
 
-def check_gradient_reduction(name: Any, loss_normalization: str, use_zero1_optimizer: bool) -> None:
-    """Raise ``ValueError`` unless ``name`` is ``"mean"`` or ``"sum"``, or where a sum cannot be had."""
-    if name not in ("mean", "sum"):
-        raise ValueError(
-            f"gradient_reduction={name!r} must be 'mean', gradients of the mean loss over microbatches and replicas, "
-            f"or 'sum', those of the sum."
-        )
-    if name == "sum" and loss_normalization != "microbatch":
-        raise ValueError(
-            f"gradient_reduction='sum' and loss_normalization={loss_normalization!r} exclude each other: the latter is "
-            f"a mean over the whole batch. Leave one of them out."
-        )
-    if name == "sum" and use_zero1_optimizer:
-        raise ValueError(
-            "gradient_reduction='sum' and use_zero1_optimizer=True exclude each other: the optimizer takes the mean "
-            "over replicas. Leave one of them out."
-        )
+_FLAGS = ("use_optimizer_wrapper", "fuse_microbatches", "return_loss_on_cpu")
+_CHOICES: Mapping[str, tuple[tuple[Any, ...], str]] = {
+    "check_against_module": ((None, "first"), "'first', for the first training step, or None."),
+    "check_inputs": (
+        ("first", "always", "never"),
+        "'first', 'always' or 'never': when the ranks of a pipeline compare the values of floating inputs.",
+    ),
+    "gradient_reduction": (
+        ("mean", "sum"),
+        "'mean', gradients of the mean loss over microbatches and replicas, or 'sum', those of the sum.",
+    ),
+    "loss_over": (("microbatch", "batch"), "'microbatch', or 'batch' for one loss of all rows."),
+    "loss_normalization": (
+        ("microbatch", "tokens"),
+        "'microbatch', the mean over microbatches, or 'tokens', the mean over all labels of the batch.",
+    ),
+}
 
 
-def check_reference(name: Any) -> None:
-    """Raise ``ValueError`` unless ``name`` is ``None`` or ``"first"``."""
-    if name is not None and name != "first":
-        raise ValueError(f"check_against_module={name!r} must be 'first', for the first training step, or None.")
-
-
-def check_floating_inputs(name: Any) -> None:
-    """Raise ``ValueError`` unless ``name`` is ``"first"``, ``"always"`` or ``"never"``."""
-    if name not in ("first", "always", "never"):
-        raise ValueError(
-            f"check_inputs={name!r} must be 'first', 'always' or 'never': when the ranks of a pipeline compare the "
-            f"values of floating inputs."
-        )
-
-
-def check_loss_returns(return_mb_loss: bool, broadcast_and_average_loss: bool, loss_over: str = "microbatch") -> None:
-    """Raise ``ValueError`` for both kinds of returned loss at once, and for losses of microbatches without any."""
-    if return_mb_loss and loss_over == "batch":
-        raise ValueError("return_mb_loss=True and loss_over='batch' exclude each other: there is one loss of all rows.")
-    if return_mb_loss and broadcast_and_average_loss:
-        raise ValueError(
-            "return_mb_loss=True and broadcast_and_average_loss=True exclude each other: the losses of the "
-            "microbatches stay on the last pipeline rank, the mean goes to all. Set one of them to False."
-        )
-
-
-def check_auto_partition(auto_partition: bool | None, pipeline_cuts: Sequence[str] | None, partition: Any) -> None:
-    """Raise ``ValueError`` where ``auto_partition``, the even partition, meets another choice of cuts."""
-    if auto_partition and pipeline_cuts is not None:
-        raise ValueError("auto_partition=True and pipeline_cuts exclude each other: give one of them.")
-    if auto_partition and partition != "even":
-        raise ValueError(
-            f"partition={partition!r} and auto_partition=True, the even partition, exclude each other: give one of "
-            f"them."
-        )
-
-
-def check_scripts_arguments(use_optimizer_wrapper: Any, fuse_microbatches: Any, return_loss_on_cpu: Any) -> None:
-    """Raise ``TypeError`` or ``ValueError`` for arguments of NxD's scripts that cannot be honoured."""
-    given = {
-        "use_optimizer_wrapper": use_optimizer_wrapper,
-        "fuse_microbatches": fuse_microbatches,
-        "return_loss_on_cpu": return_loss_on_cpu,
-    }
-    for name, value in given.items():
-        if not isinstance(value, bool):
+def check_choices(settings: Any) -> None:
+    """Raise ``TypeError`` or ``ValueError`` for a setting with none of its values, and for two settings at odds."""
+    for name in _FLAGS:
+        if not isinstance(value := getattr(settings, name), bool):
             raise TypeError(f"{name}={value!r} must be True or False.")
-    if fuse_microbatches:
-        raise ValueError(
-            "fuse_microbatches=True joins microbatches in one graph of XLA, and nxdpp compiles no graphs. Leave it "
-            "out; num_microbatches is the number of microbatches that run."
-        )
+    for name, (allowed, told) in _CHOICES.items():
+        if (value := getattr(settings, name)) not in allowed:
+            raise ValueError(f"{name}={value!r} must be {told}")
+    for sentence, is_wrong in _refused_together(settings).items():
+        if is_wrong:
+            raise ValueError(sentence)
+
+
+def _refused_together(settings: Any) -> dict[str, Any]:
+    """Whether ``settings`` have what each sentence refuses."""
+    by, over_batch, is_sum = (
+        settings.loss_normalization,
+        settings.loss_over == "batch",
+        settings.gradient_reduction == "sum",
+    )
+    losses, auto, is_split = settings.return_mb_loss, settings.auto_partition, settings.split_inputs_fn is not None
+    # The text of a policy may have the whole model.
+    partition = repr(settings.partition) if auto else ""
+    return {
+        "fuse_microbatches=True joins microbatches in one graph of XLA, and nxdpp compiles no graphs. Leave it out; "
+        "num_microbatches is the number of microbatches that run.": settings.fuse_microbatches,
+        f"autowrap_obj_methods={settings.autowrap_obj_methods!r:.80}: a graph does not tell which parameters a method "
+        f"reads, so no stage would hold them. Name the class of the object in leaf_module_cls if it holds no layer, or "
+        f"make the method's body a function and name it in autowrap_functions.": settings.autowrap_obj_methods,
+        "return_mb_loss=True and loss_over='batch' exclude each other: there is one loss of all rows.": losses
+        and over_batch,
+        "return_mb_loss=True and broadcast_and_average_loss=True exclude each other: the losses of the microbatches "
+        "stay on the last pipeline rank, the mean goes to all. Set one of them to False.": losses
+        and settings.broadcast_and_average_loss,
+        "auto_partition=True and pipeline_cuts exclude each other: give one of them.": auto
+        and settings.pipeline_cuts is not None,
+        f"partition={partition} and auto_partition=True, the even partition, exclude each other: give one "
+        f"of them.": auto and settings.partition != "even",
+        "split_inputs_fn and shared_inputs exclude each other: the function returns all inputs of each microbatch, "
+        "shared ones too. Leave shared_inputs out.": is_split and settings.shared_inputs is not None,
+        "split_inputs_fn and batch_dimension exclude each other: the function returns all inputs of each microbatch. "
+        "Leave batch_dimension out.": is_split and settings.batch_dimension is not None,
+        f"gradient_reduction='sum' and loss_normalization={by!r} exclude each other: the latter is a mean over the "
+        f"whole batch. Leave one of them out.": is_sum and by != "microbatch",
+        "gradient_reduction='sum' and use_zero1_optimizer=True exclude each other: the optimizer takes the mean over "
+        "replicas. Leave one of them out.": is_sum and settings.use_zero1_optimizer,
+        "loss_fn and output_loss_value_spec exclude each other: loss_fn gets the whole output, and returns the loss. "
+        "Leave output_loss_value_spec out.": settings.loss_fn is not None
+        and settings.output_loss_value_spec is not None,
+        "loss_over='batch' needs loss_fn, which is called on the outputs of all microbatches: a loss that the model "
+        "computes is of one microbatch. Return the outputs from forward, and give loss_fn=lambda output, labels: "
+        "...": over_batch and settings.loss_fn is None,
+        f"loss_over='batch' and loss_normalization={by!r} exclude each other: loss_fn sees all rows, and divides as it "
+        f"likes. Leave loss_normalization out.": over_batch and by != "microbatch",
+        "count_items_fn is for loss_normalization='tokens'. Give both, or neither.": settings.count_items_fn is not None
+        and by != "tokens",
+    }
 
 
 def check_tracer(tracer_cls: Any) -> None:
@@ -194,16 +177,6 @@ def check_wraps(functions: Sequence[Any], modules: Sequence[Any]) -> None:
                 raise TypeError(
                     f"{name} takes Python functions and Python modules (import math; [math]), not {entry!r}."
                 )
-
-
-def check_obj_methods(methods: Any) -> None:
-    """Raise ``ValueError`` for ``methods`` of objects that are not to be traced through."""
-    if methods:
-        raise ValueError(
-            f"autowrap_obj_methods={methods!r:.80}: a graph does not tell which parameters a method reads, so no stage "
-            f"would hold them. Name the class of the object in leaf_module_cls if it holds no layer, or make the "
-            f"method's body a function and name it in autowrap_functions."
-        )
 
 
 def check_manual(is_manual: bool, functions: Mapping[str, Any], others: Mapping[str, Any]) -> None:

@@ -13,14 +13,14 @@ from nxdpp.gradients.grad_scaler import check_grad_scaler
 from nxdpp.initialization.initialisers import check_param_init_fn
 from nxdpp.pipeline import arguments
 from nxdpp.pipeline.input_names import check_names, check_required
-from nxdpp.pipeline.loss.batch_loss import BatchLoss, check_forwards_first, check_loss_over
+from nxdpp.pipeline.loss.batch_loss import BatchLoss, check_forwards_first
 from nxdpp.pipeline.loss.item_counts import check_normalization
 from nxdpp.pipeline.manual_pipe_stage import manual_model
 from nxdpp.pipeline.microbatches.batch_dimension import check_batch_dimension, named_inputs
 from nxdpp.pipeline.partition.balanced_partition import CostPolicy
 from nxdpp.pipeline.partition.partition import GivenCuts, Partition, PartitionPolicy, even, modules_to_cut_after
 from nxdpp.pipeline.settings import Settings
-from nxdpp.pipeline.stages.loss import LossGradient, check_loss_fn, check_loss_spec
+from nxdpp.pipeline.stages.loss import LossGradient, check_loss_spec
 from nxdpp.ranks import parallel_state
 from nxdpp.schedules.chosen import ChosenSchedule
 from nxdpp.schedules.timeline_file import check_path
@@ -40,7 +40,6 @@ class PipelineConfig(Settings[bool, bool]):
 
     def resolve(self) -> None:
         """Make a module, with its cuts and its loss, of the layers of a manual partition."""
-        arguments.check_obj_methods(self.autowrap_obj_methods)
         arguments.check_manual(
             self.manual_pp_partition,
             {
@@ -63,9 +62,7 @@ class PipelineConfig(Settings[bool, bool]):
         """Raise ``ValueError`` or ``TypeError`` for a setting that the model cannot honour."""
         module = self.root
         self.post_partition_hooks = arguments.checked_hooks(self.post_partition_hooks)
-        arguments.check_loss_returns(self.return_mb_loss, self.broadcast_and_average_loss, self.loss_over)
-        arguments.check_scripts_arguments(self.use_optimizer_wrapper, self.fuse_microbatches, self.return_loss_on_cpu)
-        arguments.check_auto_partition(self.auto_partition, self.pipeline_cuts, self.partition)
+        arguments.check_choices(self)
         arguments.check_kinds(
             module,
             pipeline_cuts=self.pipeline_cuts,
@@ -78,18 +75,15 @@ class PipelineConfig(Settings[bool, bool]):
             check_path(self.trace_file_path)
             parallel_state.refuse_in_debug("trace_file_path")
         arguments.check_number_of_microbatches(self.num_microbatches)
-        arguments.check_split_inputs_fn(self.split_inputs_fn, self.shared_inputs)
-        check_batch_dimension(self.batch_dimension, self.split_inputs_fn)
+        arguments.check_split_inputs_fn(self.split_inputs_fn)
+        check_batch_dimension(self.batch_dimension)
         arguments.check_tracer(self.tracer_cls)
         arguments.check_wraps(self.autowrap_functions or (), self.autowrap_modules or ())
         check_loss_spec(self.output_loss_value_spec)
-        check_loss_fn(self.loss_fn, self.output_loss_value_spec)
-        check_loss_over(self.loss_over, self.loss_fn, self.loss_normalization)
+        if self.loss_fn is not None:
+            LossFunction.of(self.loss_fn)
         check_normalization(module, self.loss_normalization, self.count_items_fn, self.loss_function)
-        arguments.check_gradient_reduction(self.gradient_reduction, self.loss_normalization, self.use_zero1_optimizer)
-        arguments.check_reference(self.check_against_module)
         check_grad_scaler(self.grad_scaler)
-        arguments.check_floating_inputs(self.check_inputs)
         if self.input_names is not None:
             self.check_input_names(self.input_names)
         if self.shared_inputs is not None:

@@ -38,9 +38,9 @@ def test_invalid_times_of_checks_of_inputs(name: Any) -> None:
 
 
 def test_methods_of_objects_are_refused() -> None:
-    arguments.check_obj_methods({})
+    PipelineConfig(PlainModel(), autowrap_obj_methods={}).check()
     with pytest.raises(ValueError, match=r"autowrap_obj_methods=.*which parameters a method reads.*leaf_module_cls"):
-        arguments.check_obj_methods({"model": ["forward"]})
+        PipelineConfig(PlainModel(), autowrap_obj_methods={"model": ["forward"]}).check()
 
 
 def wrap_few(rank: int) -> list[list[str]]:

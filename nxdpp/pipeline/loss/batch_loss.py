@@ -31,23 +31,6 @@ from nxdpp.tracing.values.input_dicts import close_inputs, open_inputs
 from nxdpp.tracing.values.nested import flatten, leaves_of
 
 
-def check_loss_over(given: Any, loss_fn: Any, loss_normalization: str) -> None:
-    """Raise ``ValueError`` unless ``given`` is ``"microbatch"``, or ``"batch"`` with a loss of the outputs."""
-    if given not in ("microbatch", "batch"):
-        raise ValueError(f"loss_over={given!r} must be 'microbatch', or 'batch' for one loss of all rows.")
-    if given == "batch" and loss_fn is None:
-        raise ValueError(
-            "loss_over='batch' needs loss_fn, which is called on the outputs of all microbatches: a loss that the "
-            "model computes is of one microbatch. Return the outputs from forward, and give loss_fn=lambda output, "
-            "labels: ..."
-        )
-    if given == "batch" and loss_normalization != "microbatch":
-        raise ValueError(
-            f"loss_over='batch' and loss_normalization={loss_normalization!r} exclude each other: loss_fn sees all "
-            f"rows, and divides as it likes. Leave loss_normalization out."
-        )
-
-
 def check_forwards_first(schedule: ChosenSchedule) -> None:
     """Raise ``ValueError`` for a ``schedule`` with a backward of the last stage before its last forward."""
     last = schedule.placement.stages - 1

@@ -27,15 +27,8 @@ def check_normalization(
     module: nn.Module, rule: Any, count_items: Any, loss_function: LossFunction | None = None
 ) -> None:
     """Raise ``ValueError`` or ``TypeError`` for a rule or a function that ``module`` cannot honour."""
-    if rule not in ("microbatch", "tokens"):
-        raise ValueError(
-            f"loss_normalization={rule!r} must be 'microbatch', the mean over microbatches, or 'tokens', the mean over "
-            f"all labels of the batch."
-        )
     if count_items is not None and not callable(count_items):
         raise TypeError(f"count_items_fn={count_items!r:.80} must be a function of a microbatch's inputs.")
-    if count_items is not None and rule != "tokens":
-        raise ValueError("count_items_fn is for loss_normalization='tokens'. Give both, or neither.")
     if rule == "tokens" and count_items is None and loss_function is not None:
         raise ValueError(f"loss_normalization='tokens': loss_fn has its own mean. {REMEDY}")
     if rule == "tokens" and count_items is None and not _takes_number(module):

@@ -19,8 +19,8 @@ BatchDimension = int | Mapping[str, int]
 OUTPUT = "return"
 
 
-def check_batch_dimension(given: Any, split_inputs_fn: Any) -> None:
-    """Raise ``ValueError`` unless ``given`` has dimensions, and for a ``split_inputs_fn`` beside it."""
+def check_batch_dimension(given: Any) -> None:
+    """Raise ``ValueError`` unless ``given`` has dimensions."""
     values = list(given.values()) if isinstance(given, Mapping) else [0 if given is None else given]
     for value in values:
         if isinstance(value, bool) or not isinstance(value, int) or value < 0:
@@ -28,11 +28,6 @@ def check_batch_dimension(given: Any, split_inputs_fn: Any) -> None:
                 f"batch_dimension={given!r} must be a dimension of all inputs, such as 1 for (T, B), or a dict of "
                 f'dimensions by the names of inputs, such as {{"x": 1}}; the others have their rows along 0.'
             )
-    if given is not None and split_inputs_fn is not None:
-        raise ValueError(
-            "split_inputs_fn and batch_dimension exclude each other: the function returns all inputs of each "
-            "microbatch. Leave batch_dimension out."
-        )
 
 
 def named_inputs(given: BatchDimension | None) -> list[str]:

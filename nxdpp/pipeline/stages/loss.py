@@ -28,18 +28,6 @@ def check_loss_spec(spec: LossSpec) -> None:
         )
 
 
-def check_loss_fn(function: Any, spec: LossSpec) -> None:
-    """Raise ``TypeError`` or ``ValueError`` for a loss function that cannot be called, or one next to a ``spec``."""
-    if function is None:
-        return
-    LossFunction.of(function)
-    if spec is not None:
-        raise ValueError(
-            "loss_fn and output_loss_value_spec exclude each other: loss_fn gets the whole output, and returns the "
-            "loss. Leave output_loss_value_spec out."
-        )
-
-
 def no_loss(output: Any) -> str:
     """Return a message for an ``output`` that cannot be the loss, such as logits ``(B, T, V)``."""
     if isinstance(output, torch.Tensor):
