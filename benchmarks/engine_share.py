@@ -38,7 +38,7 @@ from nxdpp.pipeline.loss.step_loss import StepLoss  # noqa: E402
 from nxdpp.pipeline.p2p.layout import TensorLayout, ValueLayout, layout_of, tensor_layout  # noqa: E402
 from nxdpp.pipeline.p2p.transport import Direction  # noqa: E402
 from nxdpp.pipeline.runtime.engine import Engine  # noqa: E402
-from nxdpp.pipeline.runtime.engine_config import EngineConfig  # noqa: E402
+from nxdpp.pipeline.runtime.stage_channels import EngineConfig  # noqa: E402
 from nxdpp.schedules.actions import Action, ActionKind  # noqa: E402
 from nxdpp.schedules.chosen import ChosenSchedule  # noqa: E402
 from nxdpp.schedules.families.registry import FAMILIES, find_family  # noqa: E402

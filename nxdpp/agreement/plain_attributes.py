@@ -1,21 +1,43 @@
 """Plain attributes that the code of the user's modules reads, as a rank has them when it wraps the model.
 
+So are the fields of transformers' configurations: an epsilon or a dropout rate of a layer is in no graph.
+
 A layer runs on one rank. ``layer.scale = 1.0 + rank`` so trains a different model than one process, and no graph shows
 it. Each rank has the whole model until it is cut, and so has all of these attributes.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from inspect import unwrap
 from types import FunctionType
 from typing import Any
 
 from torch import nn
+from transformers import PreTrainedConfig
 
+from nxdpp.agreement.fingerprint import canonical
 from nxdpp.tracing.code.names import is_framework, loaded_names, parts_of
+from nxdpp.tracing.models.transformers_models import transformers_models
 from nxdpp.tracing.modules import listings
 
 # Attributes that ranks may have different values of: they name a rank or a device, or seed a generator of its own.
 OF_A_RANK = ("rank", "device", "seed")
+# Fields that tell where a model comes from, or name its outputs. Dtypes are compared with the parameters.
+_DESCRIPTIVE = frozenset(
+    {
+        "architectures",
+        "auto_class",
+        "auto_map",
+        "commit_hash",
+        "dtype",
+        "finetuning_task",
+        "id2label",
+        "label2id",
+        "name_or_path",
+        "tokenizer_class",
+        "torch_dtype",
+        "transformers_version",
+    }
+)
 _MOST = 4096
 _LONGEST = 100
 _SHOWN = 4
@@ -92,3 +114,28 @@ def check_same_attributes(there: str, theirs: Mapping[str, str], here: str, ours
         f"that is meant to differ and decides nothing that is trained, such as verbose = rank == 0, needs 'rank' in "
         f"its name, such as rank_is_verbose; or make it a property."
     )
+
+
+def configuration_lines(module: nn.Module) -> list[str]:
+    """Return a line for each field of the configurations of ``module``'s transformers models: ``name: value``.
+
+    Fields that describe the origin of a model are left out, and fields with "rank", "device" or "seed" in their name.
+    """
+    lines = []
+    for name, model in transformers_models(module).items():
+        fields = {"class of the model": type(model), **dict(_fields(vars(model.config)))}
+        prefix = f"{name}." if name else ""
+        lines += [f"configuration {prefix}{field}: {canonical(value)}" for field, value in fields.items()]
+    return lines
+
+
+def _fields(values: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
+    for name, value in sorted(values.items(), key=lambda item: str(item[0])):
+        plain = str(name).removesuffix("_internal").strip("_")
+        if plain in _DESCRIPTIVE or any(word in plain.lower() for word in OF_A_RANK):
+            continue
+        inner = vars(value) if isinstance(value, PreTrainedConfig) else value
+        if isinstance(inner, Mapping) and inner:
+            yield from ((f"{plain}.{field}", item) for field, item in _fields(inner))
+        else:
+            yield plain, value

@@ -1,11 +1,18 @@
-"""Signature of a step, and the difference of two for a message."""
+"""Signature of a step, the difference of two for a message, and the caches of what is made for signatures."""
 
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
 from nxdpp.counted import counted
+
+# Sequences of 1 to 256 tokens, one item each, stay in a cache.
+KEPT = 256
+
+_Key = TypeVar("_Key")
+_Value = TypeVar("_Value")
 
 InputShapes = tuple[tuple[str, tuple[int, ...], torch.dtype], ...]
 """Name, shape and dtype of each tensor among the inputs of a microbatch."""
@@ -85,3 +92,29 @@ def _forms(signature: StepSignature) -> str:
 def _autocast(signature: StepSignature) -> str:
     is_enabled, dtype = signature.autocast
     return f"autocast to {dtype}" if is_enabled else "no autocast"
+
+
+class LastUsed(OrderedDict[_Key, _Value]):
+    """A dictionary of the ``KEPT`` items that were read or written last: of every cache that grows with the inputs.
+
+    All ranks of a pipeline use the same items in the same order. All of them therefore drop the same items: an engine
+    on one rank needs the engines on the others.
+    """
+
+    def __getitem__(self, key: _Key) -> _Value:
+        value = super().__getitem__(key)
+        self.move_to_end(key)
+        return value
+
+    def get(self, key: _Key, default: Any = None) -> Any:
+        """Return the value of ``key``, or ``default`` for a key that is not kept."""
+        value = super().get(key, default)
+        if value is not default:
+            self.move_to_end(key)
+        return value
+
+    def __setitem__(self, key: _Key, value: _Value) -> None:
+        super().__setitem__(key, value)
+        self.move_to_end(key)
+        while len(self) > KEPT:
+            del self[next(iter(self))]

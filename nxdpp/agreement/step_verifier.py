@@ -12,9 +12,8 @@ import torch.distributed as dist
 from nxdpp.agreement.difference import show_difference
 from nxdpp.agreement.fingerprint import Fingerprint, digest, rank_name
 from nxdpp.agreement.input_hash import SLOTS, InputHashes
-from nxdpp.agreement.last_used import LastUsed
 from nxdpp.agreement.same_values import RankValues, Values
-from nxdpp.agreement.step_signature import StepSignature, signature_differences
+from nxdpp.agreement.step_signature import LastUsed, StepSignature, signature_differences
 from nxdpp.ranks.faults.board import board
 from nxdpp.ranks.faults.waits import Wait
 from nxdpp.ranks.wire_form import packed, unpacked

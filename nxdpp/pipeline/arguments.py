@@ -114,11 +114,8 @@ def check_choices(settings: Any) -> None:
 
 def _refused_together(settings: Any) -> dict[str, Any]:
     """Whether ``settings`` have what each sentence refuses."""
-    by, over_batch, is_sum = (
-        settings.loss_normalization,
-        settings.loss_over == "batch",
-        settings.gradient_reduction == "sum",
-    )
+    by, over_batch = settings.loss_normalization, settings.loss_over == "batch"
+    is_sum = settings.gradient_reduction == "sum"
     losses, auto, is_split = settings.return_mb_loss, settings.auto_partition, settings.split_inputs_fn is not None
     # The text of a policy may have the whole model.
     partition = repr(settings.partition) if auto else ""

@@ -14,8 +14,7 @@ from typing import Any
 
 import torch
 
-from nxdpp.agreement.last_used import LastUsed
-from nxdpp.agreement.step_signature import InputShapes, input_shapes
+from nxdpp.agreement.step_signature import InputShapes, LastUsed, input_shapes
 from nxdpp.devices.kinds import device_of
 from nxdpp.pipeline.config import PipelineConfig
 from nxdpp.pipeline.input_names import check_input_names, forward_names

@@ -32,16 +32,14 @@ from nxdpp.pipeline.input_names import check_not_positional
 from nxdpp.pipeline.local.changes import ChangeRecord
 from nxdpp.pipeline.local.loading import works_on_meta
 from nxdpp.pipeline.local.local_module import stage_module
-from nxdpp.pipeline.local.other_wrappers import refuse_other_wrappers
 from nxdpp.pipeline.local.part import Part
-from nxdpp.pipeline.local.refused_models import refuse_grouped_experts, refuse_lost_ties
+from nxdpp.pipeline.local.refused_models import refuse_grouped_experts, refuse_lost_ties, refuse_other_wrappers
 from nxdpp.pipeline.local.spine_hooks import warn_of_traced_hooks
 from nxdpp.pipeline.local.tree import follow_training_modes
 from nxdpp.pipeline.local.view import LocalView
 from nxdpp.pipeline.local.wrapped_methods import UnlessWrapped
 from nxdpp.pipeline.loss.normalization import LossNormalization
-from nxdpp.pipeline.loss_returns import OnEveryRank, PerMicrobatch
-from nxdpp.pipeline.settings import Settings
+from nxdpp.pipeline.settings import OnEveryRank, PerMicrobatch, Settings
 from nxdpp.pipeline.stages.program_cache import ProgramCache
 from nxdpp.pipeline.steps import Steps
 from nxdpp.pipeline.transformers_methods import (

@@ -4,20 +4,28 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral
 from types import ModuleType
-from typing import Any, Generic
+from typing import Any, Generic, Literal
 
 from torch import fx, nn
+from typing_extensions import TypeVar
 
 from nxdpp.gradients.grad_scaler import GradScaler
 from nxdpp.pipeline.arguments import PostPartitionHook
 from nxdpp.pipeline.loss.item_counts import CountItems
-from nxdpp.pipeline.loss_returns import OnEveryRank, PerMicrobatch
 from nxdpp.pipeline.manual_pipe_stage import StageOfLayers
 from nxdpp.pipeline.microbatches.batch_dimension import BatchDimension
 from nxdpp.pipeline.microbatches.split_batch import SplitInputs
 from nxdpp.pipeline.partition.partition import PartitionPolicy
 from nxdpp.pipeline.stages.loss import LossSpec
 from nxdpp.schedules.chosen import Written
+
+# By two flags for losses, type checkers know the result of ``run_train``.
+PerMicrobatch = TypeVar("PerMicrobatch", bool, Literal[True], Literal[False], covariant=True, default=Literal[False])
+"""The type of ``return_mb_loss``."""
+
+# A function that takes an ``NxDPPModel`` without parameters takes one that broadcasts its loss too.
+OnEveryRank = TypeVar("OnEveryRank", bool, Literal[True], Literal[False], covariant=True, default=bool)
+"""The type of ``broadcast_and_average_loss``."""
 
 
 @dataclass(eq=False)

@@ -18,8 +18,7 @@ from torch import nn
 
 from nxdpp.agreement.exchange import ReplicaExchanges
 from nxdpp.agreement.input_hash import InputHasher
-from nxdpp.agreement.last_used import LastUsed
-from nxdpp.agreement.step_signature import Forms, StepSignature, forms_of, input_shapes
+from nxdpp.agreement.step_signature import Forms, LastUsed, StepSignature, forms_of, input_shapes
 from nxdpp.agreement.step_verifier import StepIdentity, StepVerifier
 from nxdpp.agreement.tensor_ranks import verify_tensor_ranks
 from nxdpp.devices.device import Compilations

@@ -7,7 +7,7 @@ from torch import nn
 from transformers import LlavaConfig
 
 from nxdpp import NxDPPModel, parallel_state
-from nxdpp.agreement.configurations import _fields, configuration_lines
+from nxdpp.agreement.plain_attributes import _fields, configuration_lines
 from tests.support.models import make, padded_batch
 from tests.support.run_ranks import run_ranks
 

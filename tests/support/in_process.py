@@ -15,8 +15,8 @@ from nxdpp.pipeline.microbatches.split_batch import split_batch
 from nxdpp.pipeline.p2p.layout import layout_of
 from nxdpp.pipeline.partition.partition import PartitionPolicy, even, make_partition
 from nxdpp.pipeline.runtime.engine import Engine
-from nxdpp.pipeline.runtime.engine_config import EngineConfig
 from nxdpp.pipeline.runtime.metadata_exchange import metadata_placeholder
+from nxdpp.pipeline.runtime.stage_channels import EngineConfig
 from nxdpp.pipeline.stages.cut_graph import CutGraph, fill_output
 from nxdpp.pipeline.stages.program_cache import ProgramCache
 from nxdpp.pipeline.stages.split import StagePlan

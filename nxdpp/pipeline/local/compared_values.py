@@ -6,9 +6,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from nxdpp.agreement.configurations import configuration_lines
 from nxdpp.agreement.fingerprint import digest
-from nxdpp.agreement.plain_attributes import attribute_lines, plain_attributes
+from nxdpp.agreement.plain_attributes import attribute_lines, configuration_lines, plain_attributes
 from nxdpp.agreement.same_values import InitialWeights, RankValues, sample
 from nxdpp.gradients.shards.local_tensors import is_sharded, local_rows
 from nxdpp.pipeline.local.tied_weights import TiedWeights

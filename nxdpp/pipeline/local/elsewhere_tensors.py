@@ -1,17 +1,22 @@
 """Tensors that other ranks hold: what a program computes with them and with values of this rank raises an error.
 
+So does a call of a module whose parameters other ranks hold: the user's own module, in place of the pipeline. On this
+rank it would return a tensor without values, or fail far inside torch.
+
 Torch takes some of it without a word. ``target.data.mul_(0.9).add_(online.data, alpha=0.1)`` (BYOL, MoCo) adds nothing
 where ``online`` is on the meta device.
 """
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import nn
 
-from nxdpp.ground.torch_names import BUFFERS, PARAMETERS
+from nxdpp.ground.torch_names import BUFFERS, FORWARD_PRE_HOOKS, PARAMETERS
 from nxdpp.pipeline.local.own_save import refuse_pickle
+from nxdpp.pipeline.partition.assignment import Owners
 from nxdpp.tensor.tensor_attributes import copy_tensor_model_parallel_attributes
 from nxdpp.tracing.code.frames import caller
 from nxdpp.tracing.graph.errors import calling_frame, model_line, stack_line
@@ -104,9 +109,14 @@ def parameter_elsewhere(parameter: nn.Parameter, name: str) -> ElsewhereParamete
             f"ones of torchao. For adapters over torchao's weights freeze it: requires_grad_(False)."
         )
     made = ElsewhereParameter(on_meta(parameter), parameter.requires_grad)
-    made.is_freed = not parameter.is_meta or (isinstance(parameter, ElsewhereParameter) and parameter.is_freed)
+    made.is_freed = not parameter.is_meta or is_freed(parameter)
     copy_tensor_model_parallel_attributes(made, parameter)
     return _held_as(name, made)
+
+
+def is_freed(parameter: nn.Parameter) -> bool:
+    """Return whether ``parameter`` has no values because other ranks hold it."""
+    return isinstance(parameter, ElsewhereParameter) and parameter.is_freed
 
 
 def is_frozen_of_torchao(tensor: torch.Tensor) -> bool:
@@ -168,3 +178,44 @@ def _refuse(name: str) -> NoReturn:
         f"  at {model_line(frame and stack_line(frame))}\n"
         f"Make one layer of the modules that belong together (a layer and its average), so that one rank has both."
     )
+
+
+def refuse_calls_elsewhere(root: nn.Module, owners: Owners, local: nn.Module) -> None:
+    """Make each outermost module of ``root`` that ``local`` has no part of raise ``RuntimeError`` in a call.
+
+    No stage of this rank runs such a module. Traces, which give it tensors without values, still do.
+    """
+    here = {name for name, _ in listings.named_modules(local, remove_duplicate=False)}
+    for name, module in listings.named_modules(root, remove_duplicate=False):
+        is_outermost = name not in here and name.rpartition(".")[0] in here
+        if not is_outermost or any(map(is_refusal, FORWARD_PRE_HOOKS.of(module).values())):
+            continue
+        if any(map(is_freed, listings.parameters(module))):
+            inside = (ranks for parameter, ranks in owners.items() if parameter.startswith(f"{name}."))
+            refuse = _Refusal(name, type(root).__name__, sorted(set().union(*inside)))
+            module.register_forward_pre_hook(refuse, with_kwargs=True)
+
+
+def is_refusal(hook: object) -> bool:
+    """Return whether ``hook`` is one of ``refuse_calls_elsewhere``, also of another wrapper over the same module."""
+    return isinstance(hook, _Refusal)
+
+
+@dataclass(eq=False)
+class _Refusal:
+    """The hook of the module ``name`` in a model of the type ``model``, which the pipeline ``ranks`` hold."""
+
+    name: str
+    model: str
+    ranks: list[int]
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Raise ``RuntimeError`` for a call with values. Copies of ``module`` that have values may be called."""
+        has_values = any(type(leaf) is torch.Tensor and not leaf.is_meta for leaf in leaves_of((args, dict(kwargs))))
+        if has_values and any(parameter.is_meta for parameter in listings.parameters(module)):
+            raise RuntimeError(
+                f"{self.name} ({type(module).__name__}) is called on a rank that has no values of it: after wrapping, "
+                f"the {self.model} holds on each rank what its stages run, and {self.name} is on pipeline rank "
+                f"{', '.join(map(str, self.ranks))}. Run steps of the wrapped model, on all ranks: "
+                f"wrapped.run_train(...) for forward and backward, wrapped.run_eval(...) for forward only."
+            )

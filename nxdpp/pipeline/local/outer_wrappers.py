@@ -10,9 +10,10 @@ Each is recognised before it changes anything, by its class, by an attribute tha
     accelerate's prepare(model)           sets forward, for autocast
     AveragedModel(whole).update_parameters(model)    lists modules, for fewer parameters than it has
     zip(copied.parameters(), model.parameters())     lists modules beside a whole copy that it changes: a warning
+    loss_fn = lambda y, t: ... + sum(map(norm, model.parameters()))    lists modules in a loss, of one rank's part
 
 A list that the program has made before is not recognised. The first step finds modules that
-``FullyShardedDataParallel`` has marked, see ``other_wrappers``.
+``FullyShardedDataParallel`` has marked, see ``refused_models``.
 """
 
 import inspect
@@ -26,6 +27,11 @@ from weakref import WeakKeyDictionary
 from torch import nn
 from torch.nn.modules import module as registration
 from torch.optim.swa_utils import AveragedModel
+
+from nxdpp.pipeline.loss.batch_loss import BatchLoss
+from nxdpp.ranks import parallel_state
+from nxdpp.tracing.code.frames import outwards
+from nxdpp.tracing.models.loss_function import PENALTY_OF_A_PART, LossCall, LossFunction
 
 # The constructor asks by functions of its own.
 _DEPTH = 5
@@ -68,6 +74,7 @@ _CHANGES = {"data", "load_state_dict"} | {
     for prefix in ("", "_foreach_")
     for name in ("add", "addcmul", "copy", "div", "lerp", "mul", "sub")
 }
+_LOSSES = {LossCall.__call__.__code__, LossFunction.loss.__code__, BatchLoss.__call__.__code__}
 _logger = logging.getLogger(__name__)
 
 
@@ -172,3 +179,10 @@ def refuse_forward(name: str) -> None:
             "out of accelerate's prepare(), and call run_train under torch.autocast(device, dtype). Set another "
             "forward on the module before NxDPPModel(module)."
         )
+
+
+def refuse_penalty(frame: FrameType | None) -> None:
+    """Raise ``ValueError`` if ``frame`` lists a rank's part of a model in a loss function, of several ranks."""
+    is_in_loss = any(each.f_code in _LOSSES for each in outwards(frame))
+    if is_in_loss and parallel_state.get_pipeline_model_parallel_size() > 1:
+        raise ValueError(f"{PENALTY_OF_A_PART}.")

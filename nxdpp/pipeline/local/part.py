@@ -35,19 +35,16 @@ from nxdpp.pipeline import arguments
 from nxdpp.pipeline.local import half_loaded
 from nxdpp.pipeline.local.changes import ENTRIES, TENSORS, Change, ChangeRecord, parameters_of_all_models
 from nxdpp.pipeline.local.compared_values import ComparedValues
-from nxdpp.pipeline.local.elsewhere_calls import refuse_calls_elsewhere
-from nxdpp.pipeline.local.elsewhere_tensors import take_back
+from nxdpp.pipeline.local.elsewhere_tensors import refuse_calls_elsewhere, take_back
 from nxdpp.pipeline.local.equal_copies import TiedWeight
 from nxdpp.pipeline.local.initial_values import InitialValues, registries
-from nxdpp.pipeline.local.loading import load_assigning, of_this_rank, without_values
-from nxdpp.pipeline.local.other_wrappers import refuse_local_wrappers
+from nxdpp.pipeline.local.loading import check_state, load_assigning, of_this_rank, without_values
 from nxdpp.pipeline.local.own_save import refuse_own_save
 from nxdpp.pipeline.local.positional_wrappers import follow_wrapped
+from nxdpp.pipeline.local.refused_models import refuse_local_wrappers
+from nxdpp.pipeline.local.refused_steps import refuse_wrong_steps
 from nxdpp.pipeline.local.replaced_modules import ReplacementSync
-from nxdpp.pipeline.local.scaler_of_torch import refuse_scaler_of_torch
 from nxdpp.pipeline.local.spine_hooks import SpineHooks, warn_of_traced_hooks
-from nxdpp.pipeline.local.state_check import check_state
-from nxdpp.pipeline.local.steps_in_backward import refuse_steps_in_backward
 from nxdpp.pipeline.local.tied_weights import TiedWeights
 from nxdpp.pipeline.local.tree import (
     build_local_module,
@@ -442,6 +439,5 @@ def _refuse_what_needs_the_whole() -> None:
     refuse_partial_norms(parameters_of_all_models)
     refuse_partial_steps(parameters_of_all_models)
     note_blocks_that_are_off()
-    refuse_steps_in_backward()
-    refuse_scaler_of_torch()
+    refuse_wrong_steps()
     follow_checkpoints()

@@ -5,12 +5,12 @@ and a hook that is removed would still run.
 """
 
 import logging
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 
 from torch import nn
 
 from nxdpp.ground.torch_names import FORWARD_HOOKS, FORWARD_PRE_HOOKS, HOOKS
-from nxdpp.pipeline.local.elsewhere_calls import is_refusal
+from nxdpp.pipeline.local.elsewhere_tensors import is_refusal
 from nxdpp.tracing.modules import listings
 
 _logger = logging.getLogger(__name__)
@@ -40,7 +40,7 @@ class SpineHooks:
                 f"forward hooks are then traced into each step. Or register them on layers and modules in them."
             )
         for name, container in self._containers:
-            if any(_registries(container)):
+            if any(hooks.of(container) for hooks in HOOKS):
                 raise RuntimeError(
                     f"local_module{name and f'.{name}'} has a hook that would never run: it is a container, which "
                     f"holds modules and is not run. Remove the hook, and register it on layers and modules in them."
@@ -68,7 +68,3 @@ def _above_layers(root: nn.Module, layers: Collection[str]) -> list[tuple[str, n
     parts = [layer.split(".") for layer in layers]
     names = {""} | {".".join(part[:depth]) for part in parts for depth in range(1, len(part))}
     return [(name, root.get_submodule(name)) for name in sorted(names)]
-
-
-def _registries(module: nn.Module) -> tuple[Mapping[int, object], ...]:
-    return tuple(hooks.of(module) for hooks in HOOKS)

@@ -7,9 +7,9 @@ from torch import nn
 
 from nxdpp.ground.torch_names import BUFFERS, MODULES, NON_PERSISTENT, PARAMETERS
 from nxdpp.pipeline.local.elsewhere_tensors import (
-    ElsewhereParameter,
     ElsewhereTensor,
     buffer_elsewhere,
+    is_freed,
     parameter_elsewhere,
 )
 from nxdpp.pipeline.local.local_module import LocalModule
@@ -43,11 +43,6 @@ from nxdpp.tracing.modules import listings
 #
 # Modules without parameters are in every rank's tree: each rank computes what depends on inputs alone. A buffer that a
 # forward changes is the exception: it has owners as a parameter has, and is left out elsewhere.
-
-
-def is_freed(parameter: nn.Parameter) -> bool:
-    """Return whether ``parameter`` has no values because other ranks hold it."""
-    return isinstance(parameter, ElsewhereParameter) and parameter.is_freed
 
 
 def local_names(owners: Owners, rank: int) -> set[str]:

@@ -17,10 +17,10 @@ from nxdpp.pipeline.local.outer_wrappers import (
     refuse_forward,
     refuse_hook,
     refuse_lister,
+    refuse_penalty,
     refuse_reader,
     warn_of_whole_copy,
 )
-from nxdpp.pipeline.local.penalties import refuse_penalty
 from nxdpp.pipeline.local.wrapped_methods import is_elsewhere, refuse_setting, refused_member, wrapped_method
 from nxdpp.ranks.faults.board import board
 from nxdpp.tracing.code.frames import caller

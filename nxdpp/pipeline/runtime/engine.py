@@ -19,9 +19,8 @@ from nxdpp.pipeline.backward.structure import warn_of_hidden_hooks
 from nxdpp.pipeline.loss.step_loss import StepLoss
 from nxdpp.pipeline.p2p.channel import Channel, RemoteChannel
 from nxdpp.pipeline.p2p.transport import Direction, Transport
-from nxdpp.pipeline.runtime.engine_config import EngineConfig
 from nxdpp.pipeline.runtime.input_ranges import note_ranges
-from nxdpp.pipeline.runtime.stage_channels import StageChannels
+from nxdpp.pipeline.runtime.stage_channels import EngineConfig, StageChannels
 from nxdpp.pipeline.runtime.stage_runner import StageRunner
 from nxdpp.pipeline.stages.cut_graph import StageProgram
 from nxdpp.pipeline.timeline.clock import StepTimer
@@ -93,8 +92,7 @@ class Engine:
         for stage in sorted(graphs[0]):
             for form in sorted({0, *config.forms}):
                 key, program = (stage, form), graphs[config.graphs[form] if config.graphs else 0][stage]
-                self._channels_in[key] = channels.incoming(program.plan, form)
-                self._channels_out[key] = channels.outgoing(program.plan, form)
+                self._channels_in[key], self._channels_out[key] = channels.of_stage(program.plan, form)
                 self._runners[key] = StageRunner(
                     program,
                     list(self._channels_in[key].values()),

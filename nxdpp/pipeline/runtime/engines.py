@@ -6,14 +6,13 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from nxdpp.agreement.last_used import LastUsed
-from nxdpp.agreement.step_signature import StepSignature
+from nxdpp.agreement.step_signature import LastUsed, StepSignature
 from nxdpp.devices.kinds import device_of, has_streams
 from nxdpp.pipeline.config import PipelineConfig
 from nxdpp.pipeline.p2p.transport import Transport
 from nxdpp.pipeline.participants import Participant
 from nxdpp.pipeline.runtime.engine import Engine
-from nxdpp.pipeline.runtime.engine_config import EngineConfig
+from nxdpp.pipeline.runtime.stage_channels import EngineConfig
 from nxdpp.pipeline.stages.cut_graph import RankStages
 from nxdpp.pipeline.timeline.step_timeline import StepTimeline
 from nxdpp.ranks import parallel_state

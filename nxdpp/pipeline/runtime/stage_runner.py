@@ -27,9 +27,9 @@ from nxdpp.pipeline.loss.step_loss import StepLoss
 from nxdpp.pipeline.p2p.channel import Channel, LocalChannel
 from nxdpp.pipeline.p2p.layout import BoundaryTensor, ValueLayout, check_layout, tensors_of
 from nxdpp.pipeline.p2p.transport import Direction
-from nxdpp.pipeline.runtime.engine_config import EngineConfig
 from nxdpp.pipeline.runtime.metadata_exchange import Incoming, MetadataExchange
 from nxdpp.pipeline.runtime.module_memory import copy_values, names_in_module_memory
+from nxdpp.pipeline.runtime.stage_channels import EngineConfig
 from nxdpp.pipeline.stages.cut_graph import StageProgram
 from nxdpp.pipeline.stages.in_place_guard import expect_unchanged, versions
 from nxdpp.pipeline.timeline.clock import StepTimer

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from nxdpp.agreement.configurations import configuration_lines
 from nxdpp.agreement.fingerprint import fingerprint, graph_lines, parameter_lines
-from nxdpp.agreement.last_used import LastUsed
+from nxdpp.agreement.plain_attributes import configuration_lines
+from nxdpp.agreement.step_signature import LastUsed
 from nxdpp.ground.torch_names import MODULES
 from nxdpp.initialization.meta_copy import meta_copy
 from nxdpp.pipeline.local.changes import ENTRIES, ChangeRecord

@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from nxdpp import NxDPPModel
-from nxdpp.pipeline.local.state_check import check_state
+from nxdpp.pipeline.local.loading import check_state
 from tests.support.models import make
 
 pytestmark = pytest.mark.usefixtures("one_rank")

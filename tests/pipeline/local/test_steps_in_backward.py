@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from nxdpp.pipeline.local.changes import ChangeRecord
-from nxdpp.pipeline.local.steps_in_backward import refuse_steps_in_backward
+from nxdpp.pipeline.local.refused_steps import refuse_wrong_steps
 
 
 def step_in_backward(model: nn.Linear) -> Any:
@@ -25,7 +25,7 @@ def step_in_backward(model: nn.Linear) -> Any:
 def test_the_step_is_refused_with_its_line_and_passes_after_the_backward() -> None:
     record, model = ChangeRecord(), nn.Linear(2, 2, bias=False)
     record.follow(model, [])
-    refuse_steps_in_backward()
+    refuse_wrong_steps()
     before = model.weight.detach().clone()
     place = r"SGD, steps in the backward .*\n  at .*test_steps_in_backward.py:\d+, in step"
     with pytest.raises(RuntimeError, match=rf"{place}[\s\S]*num_microbatches=1 too"):
@@ -36,7 +36,7 @@ def test_the_step_is_refused_with_its_line_and_passes_after_the_backward() -> No
 
 
 def test_other_models_step_in_their_backwards() -> None:
-    refuse_steps_in_backward()
+    refuse_wrong_steps()
     model = nn.Linear(2, 2, bias=False)
     step_in_backward(model)
     assert model.weight.grad is None

@@ -6,7 +6,7 @@ from unittest import mock
 import pytest
 
 from nxdpp import NxDPPModel, parallel_state
-from nxdpp.agreement import last_used
+from nxdpp.agreement import step_signature
 from nxdpp.pipeline.p2p.transport import Direction, Transport
 from nxdpp.pipeline.runtime import engines as engines_module
 from nxdpp.pipeline.runtime.engine import Engine
@@ -23,7 +23,7 @@ def engines() -> int:
 def keep_two_engines(rank: int) -> tuple[list[int], int, int]:
     """Numbers of engines after steps of three signatures and after ``refresh``; of metadata exchanges; of lowerings."""
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
-    last_used.KEPT = 2
+    step_signature.KEPT = 2
     sent = 0
     send = Transport.send_object
 

@@ -9,7 +9,7 @@ from unittest.mock import patch
 import torch
 from torch import nn
 
-from nxdpp.agreement import last_used
+from nxdpp.agreement import step_signature
 from nxdpp.pipeline.local.changes import ChangeRecord
 from nxdpp.pipeline.partition.partition import make_partition
 from nxdpp.pipeline.stages import program_cache as programs
@@ -95,7 +95,7 @@ def test_numbers_are_constants_only_in_control_flow_for_the_last_values() -> Non
             assert torch.equal(_run(cache, inputs), model(**inputs))
         # One failed trace, and one for each value.
         assert traces.call_count == 4
-    with patch.object(last_used, "KEPT", 2):
+    with patch.object(step_signature, "KEPT", 2):
         factors = (5.0, 3.0, 4.0, 4.0, 3.0)
         cuts = [weakref.ref(cache.cut_graph({"x": x, "factor": f, "decide": True}, True)) for f in factors]
     gc.collect()
