@@ -78,7 +78,7 @@ class InputHasher:
 
     def __init__(self, check_inputs: str) -> None:
         self._check_inputs = check_inputs
-        self._pending: _Pending | None = None
+        self._pending: Callable[[], dict[str, int]] | None = None
 
     def of_step(self, batches: Sequence[Mapping[str, Any]], is_first: bool) -> InputHashes:
         """Return the hashes of a step, and the hashes that the step before left on a device.
@@ -101,12 +101,12 @@ class InputHasher:
                 else:
                     on_device[name] = made
         if on_device:
-            started = _Pending.start(on_device)
+            started = _started(on_device)
             if is_first:
-                known |= started.wait()
+                known |= started()
             else:
                 self._pending = started
-        late_values = {} if late is None else late.wait()
+        late_values = {} if late is None else late()
         return InputHashes(list(known), list(known.values()), list(late_values), list(late_values.values()))
 
     def _hash(self, value: Any, is_first: bool) -> Callable[[Any], int | torch.Tensor] | None:
@@ -140,21 +140,11 @@ def _parts(value: Any) -> list[Any]:
     return [value] if value.layout == torch.strided else [value.to_dense()]
 
 
-@dataclass(frozen=True)
-class _Pending:
-    """Hashes on their way from a device to the host."""
-
-    names: list[str]
-    copied: Callable[[], torch.Tensor]
-
-    @classmethod
-    def start(cls, hashes: Mapping[str, torch.Tensor]) -> "_Pending":
-        stacked = torch.stack(list(hashes.values()))
-        return cls(list(hashes), device_of(stacked.device).to_host(stacked))
-
-    def wait(self) -> dict[str, int]:
-        """Return the hashes; waits for their copy."""
-        return dict(zip(self.names, self.copied().tolist(), strict=True))
+def _started(hashes: Mapping[str, torch.Tensor]) -> Callable[[], dict[str, int]]:
+    """Start the copy of ``hashes`` from a device to the host; the returned function waits for it, and returns them."""
+    names, stacked = list(hashes), torch.stack(list(hashes.values()))
+    copied = device_of(stacked.device).to_host(stacked)
+    return lambda: dict(zip(names, copied().tolist(), strict=True))
 
 
 def hash_of(value: Any) -> int | torch.Tensor:

@@ -176,9 +176,11 @@ def check_wraps(functions: Sequence[Any], modules: Sequence[Any]) -> None:
                 )
 
 
-def check_manual(is_manual: bool, functions: Mapping[str, Any], others: Mapping[str, Any]) -> None:
-    """Raise ``ValueError`` for the ``functions`` of a manual partition without one, and for ``others`` with one."""
-    wrong = [name for name, value in (others if is_manual else functions).items() if value]
+def check_manual(settings: Any) -> None:
+    """Raise ``ValueError`` for the functions of a manual partition without one, and for other cuts with one."""
+    functions = ("manual_pp_stage_partition_fn", "manual_pp_loss_fn")
+    is_manual, others = settings.manual_pp_partition, ("transformer_layer_cls", "pipeline_cuts", "loss_fn")
+    wrong = [name for name in (others if is_manual else functions) if getattr(settings, name)]
     if wrong:
         relation = "excludes" if is_manual else "is needed for"
         raise ValueError(f"manual_pp_partition=True {relation} {', '.join(wrong)}.")

@@ -29,6 +29,11 @@ from nxdpp.tracing.models.loss_function import LossFunction
 from nxdpp.tracing.modules.layers import find_layer_classes, known_leaves, resolve_classes
 from nxdpp.tracing.values.input_dicts import InputDict, open_inputs
 
+# Settings that all ranks of all replicas have alike.
+_AGREED = (
+    "broadcast_and_average_loss", "use_zero1_optimizer", "loss_over", "loss_normalization", "gradient_reduction",
+)  # fmt: skip
+
 
 class PipelineConfig(Settings[bool, bool]):
     """The settings of a model, with what follows from them. Attributes and defaults are those of ``Settings``."""
@@ -40,18 +45,7 @@ class PipelineConfig(Settings[bool, bool]):
 
     def resolve(self) -> None:
         """Make a module, with its cuts and its loss, of the layers of a manual partition."""
-        arguments.check_manual(
-            self.manual_pp_partition,
-            {
-                "manual_pp_stage_partition_fn": self.manual_pp_stage_partition_fn,
-                "manual_pp_loss_fn": self.manual_pp_loss_fn,
-            },
-            {
-                "transformer_layer_cls": self.transformer_layer_cls,
-                "pipeline_cuts": self.pipeline_cuts,
-                "loss_fn": self.loss_fn,
-            },
-        )
+        arguments.check_manual(self)
         if self.manual_pp_partition:
             self.module, self.transformer_layer_cls, self.pipeline_cuts, self.loss_fn = manual_model(
                 *(self.module, self.virtual_pipeline_size),
@@ -127,13 +121,9 @@ class PipelineConfig(Settings[bool, bool]):
 
     def _agreed_by_all(self, number: int) -> dict[str, Any]:
         return {
-            "broadcast_and_average_loss": self.broadcast_and_average_loss,
-            "use_zero1_optimizer": self.use_zero1_optimizer,
+            **{name: getattr(self, name) for name in _AGREED},
             "number of the wrapped model": number,
-            "loss_over": self.loss_over,
-            "loss_normalization": self.loss_normalization,
             "count_items_fn": self.count_items_fn is not None,
-            "gradient_reduction": self.gradient_reduction,
             "grad_scaler": None if self.grad_scaler is None else self.grad_scaler.settings(),
         }
 

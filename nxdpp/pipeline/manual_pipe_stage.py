@@ -9,7 +9,7 @@
 
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import nn
 
@@ -61,19 +61,10 @@ class PipelineStageModule(nn.Module):
             setattr(operator.attrgetter(owner)(layer) if owner else layer, name, weights[0])
 
 
-class ManualModel(NamedTuple):
-    """A model of a list of layers, and the arguments of ``NxDPPModel`` that follow from it."""
-
-    module: PipelineStageModule
-    layer_classes: list[type[nn.Module]]
-    cuts: list[str]
-    loss_fn: Callable[[Any, Any], Any] | None
-
-
 def manual_model(
     layers: Any, chunks: int, partition_fn: StageOfLayers | None, loss_fn: Callable[[Any, Any], Any] | None
-) -> ManualModel:
-    """Return the model of ``layers``, cut into ``chunks`` stages per rank.
+) -> tuple[PipelineStageModule, list[type[nn.Module]], list[str], Callable[[Any, Any], Any] | None]:
+    """Return the model of ``layers``, cut into ``chunks`` stages per rank: module, classes of layers, cuts and loss.
 
     Without ``partition_fn`` all stages have as many layers, and the last one has the remainder too.
 
@@ -101,7 +92,7 @@ def manual_model(
         )
     cuts = [f"layers.{number}" for number in range(len(layers) - 1) if found[number] < found[number + 1]]
     classes = list(dict.fromkeys(type(layer) for layer in layers))
-    return ManualModel(module, classes, cuts, None if loss_fn is None else _of_first_value(loss_fn))
+    return module, classes, cuts, None if loss_fn is None else _of_first_value(loss_fn)
 
 
 def _of_first_value(loss_fn: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:

@@ -24,6 +24,7 @@ from nxdpp.gradients.replica_gradients import ReplicaGradients
 from nxdpp.gradients.shards.rank_shards import RankShards
 from nxdpp.pipeline.config import PipelineConfig
 from nxdpp.pipeline.local.part import Part
+from nxdpp.pipeline.local.tied_weights import TiedWeights
 from nxdpp.pipeline.p2p.transport import Transport
 from nxdpp.pipeline.partition.partition import Partition
 from nxdpp.pipeline.reference_step import ReferenceStep
@@ -88,10 +89,14 @@ class Participants:
         self.all: list[Participant] = []
         if config.grad_scaler is not None:
             self.all.append(Scaler(config.grad_scaler))
-        if part.tied.has_weights:
-            self.all.append(Ties(part, transport))
+        tied, changes = part.tied, part.changes
+        if tied.has_weights:
+            self.all.append(
+                Sums(ActionKind.SUM_TIES, tied, lambda numbers: tied.add_up(transport(changes.device), numbers))
+            )
         if parallel_state.get_tensor_model_parallel_size() > 1:
-            self.all += [SequenceSums(part), Copies(copies, part)]
+            gradients = StepGradients(part.module)
+            self.all += [Sums(ActionKind.SUM_SEQUENCE, gradients, gradients.add_up), Copies(copies, part)]
         if config.check_against_module is not None:
             self.all.append(Reference(part, partition, config))
         self.all += [Replicas(replicas, config.check_inputs != "never"), self.draws]
@@ -115,39 +120,24 @@ class Scaler(Participant):
         self._scaler.begin_step(step.device)
 
 
-class Ties(Participant):
-    """Sums of tied weights over the ranks that have copies; earlier gradients are set aside meanwhile.
+class Sums(Participant):
+    """Sums over ranks after the last backward: of tied weights, and of parts of a sequence (``sequence_parallel``).
 
-    ``Note: sums of ties`` in ``tied_weights`` has the reasons.
+    Earlier gradients are set aside meanwhile. ``Note: sums of ties`` in ``tied_weights`` has the reasons.
+
+    Args:
+        kind: of the action.
+        gradients: that are set aside and put back.
+        add_up: adds them up, with the microbatch of each action of the step.
     """
 
-    def __init__(self, part: Part, transport: Callable[[torch.device], Transport]) -> None:
-        self._tied, self._changes, self._transport = part.tied, part.changes, transport
+    def __init__(
+        self, kind: ActionKind, gradients: TiedWeights | StepGradients, add_up: Callable[[Sequence[int]], None]
+    ) -> None:
+        self._gradients = gradients
         self._microbatches: Sequence[int] = ()
-        self.additions = [Addition(Around.END, None, ActionKind.SUM_TIES)]
-        self.calls = {ActionKind.SUM_TIES: self._sum}
-
-    def after(self, step: Step) -> None:
-        """Set earlier gradients aside."""
-        self._microbatches = step.engine.microbatches
-        self._tied.set_aside()
-
-    def _sum(self, last: Action) -> None:
-        self._tied.add_up(self._transport(self._changes.device), self._microbatches)
-
-    def abandon(self) -> None:
-        """Put earlier gradients back."""
-        self._tied.put_back()
-
-
-class SequenceSums(Participant):
-    """Sums over the tensor ranks of gradients of a part of the sequence."""
-
-    def __init__(self, part: Part) -> None:
-        self._gradients = StepGradients(part.module)
-        self._microbatches: Sequence[int] = ()
-        self.additions = [Addition(Around.END, None, ActionKind.SUM_SEQUENCE)]
-        self.calls = {ActionKind.SUM_SEQUENCE: lambda last: self._gradients.add_up(self._microbatches)}
+        self.additions = [Addition(Around.END, None, kind)]
+        self.calls = {kind: lambda last: add_up(self._microbatches)}
 
     def after(self, step: Step) -> None:
         """Set earlier gradients aside."""

@@ -128,7 +128,7 @@ class LossNormalization:
         graphs: StepGraphs,
         microbatches: list[dict[str, Any]],
         is_given: bool,
-        counted_from: Sequence[Mapping[str, Any]] | None = None,
+        on_host: Sequence[Mapping[str, Any]],
         train: bool = True,
         losses: Sequence[fx.Node | None] = (),
         shares: Sequence[float] | None = None,
@@ -139,8 +139,8 @@ class LossNormalization:
             graphs: of the microbatches, which have a loss.
             microbatches: as ``prepared`` returns them.
             is_given: the user gave the number of items.
-            counted_from: the microbatches before they were moved to the device, by default ``microbatches``. Labels in
-                host memory are counted without a wait for the device.
+            on_host: the microbatches before they were moved to the device. Labels in host memory are counted without a
+                wait for the device.
             train: ``True`` for a training step, ``False`` for an evaluation. Replicas do not mix them.
             losses: the node of the loss of each graph, by default the node that the loss's spec names.
             shares: the part of each microbatch in the rows of the batch, where it weighs as much.
@@ -148,18 +148,19 @@ class LossNormalization:
         Raises ``ValueError`` or ``TypeError``: for a microbatch without labels whose loss would be not-a-number, for
         labels that cannot be counted, and for a batch without items.
         """
-        on_host = microbatches if counted_from is None else counted_from
-        of_graphs = [
-            (self._known(cut, loss, own, shares), own)
-            for cut, loss, own in zip(
-                graphs.cuts, losses or [None] * len(graphs.cuts), graphs.of_each(on_host), strict=True
-            )
-        ]
+        of_graphs = []
+        for number, (cut, own) in enumerate(zip(graphs.cuts, graphs.of_each(on_host), strict=True)):
+            loss = losses[number] if losses else None
+            of_graphs.append((self._terms.get(cut) or self._known(cut, loss, own, shares), own))
         if not is_given and self._rule == "microbatch":
             empty: dict[int, LossTerm] = {}
             for terms, own in of_graphs:
-                _refuse_empty(terms.means, own, len(on_host))
-                empty |= _empty(terms.of_modules, own)
+                for term in terms.means:
+                    if without := _without_labels(term, own):
+                        reason = no_label(without, len(on_host), term.without_labels)
+                        raise ValueError(f"{reason}, and the loss would be 0 / 0. {LABELS_EVERYWHERE}")
+                for term in terms.of_modules:
+                    empty |= dict.fromkeys(_without_labels(term, own), term)
             return StepLoss(microbatches, empty=empty)
         count, replicas = len(microbatches), parallel_state.get_data_parallel_size()
         if is_given:
@@ -234,13 +235,9 @@ def _of(train: bool) -> str:
     return "of a training step" if train else "of an evaluation"
 
 
-def _refuse_empty(terms: Sequence[LossTerm], microbatches: Mapping[int, Mapping[str, Any]], count: int) -> None:
-    for term in terms:
-        empty = [number for number, items in counts_of(term, microbatches).items() if items == 0]
-        if empty:
-            raise ValueError(
-                f"{no_label(empty, count, term.without_labels)}, and the loss would be 0 / 0. {LABELS_EVERYWHERE}"
-            )
+def _without_labels(term: LossTerm, microbatches: Mapping[int, Mapping[str, Any]]) -> list[int]:
+    """Return the numbers of the microbatches that have no label of ``term``."""
+    return [number for number, items in counts_of(term, microbatches).items() if items == 0]
 
 
 def _warn_of_means(
@@ -263,11 +260,6 @@ def _warn_of_means(
             "as much as its rows" if shares else "the same",
         )
     return True
-
-
-def _empty(terms: Sequence[LossTerm], microbatches: Mapping[int, Mapping[str, Any]]) -> dict[int, LossTerm]:
-    """Return the microbatches in which one of ``terms`` has no label."""
-    return {number: term for term in terms for number, items in counts_of(term, microbatches).items() if items == 0}
 
 
 @dataclass(frozen=True)

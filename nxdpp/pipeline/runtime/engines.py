@@ -20,9 +20,7 @@ from nxdpp.ranks.faults import failure_watch
 from nxdpp.schedules.actions import Action, ActionKind
 from nxdpp.schedules.chosen import ChosenSchedule
 from nxdpp.schedules.lowering.additions import Addition, Around
-from nxdpp.schedules.lowering.lowering import StagePair
 from nxdpp.schedules.lowering.releases import in_flight_limit, rank_program
-from nxdpp.schedules.lowering.transport_rules import TransportRules
 from nxdpp.schedules.timeline_file import check_path
 
 
@@ -110,15 +108,22 @@ class Engines:
         for each in reversed(participants):
             additions += each.additions
             added |= each.calls
-        actions, in_flight = self._lowered_for(
-            program.edges, signature.train, signature.microbatches, rules, tuple(additions)
-        )
+        edges, train, microbatches = program.edges, signature.train, signature.microbatches
+        key = edges, train, microbatches, tuple(additions)
+        if key not in self._lowered:
+            # With many ranks it takes seconds.
+            compute = self._schedule.of(microbatches, train)
+            lowered = rank_program(compute, self._rank, edges, rules, train, tuple(additions))
+            # Sent activations that are held for the backward anyway need no limit.
+            is_limited = not (train and self._keep_outputs)
+            self._lowered[key] = lowered, in_flight_limit(compute, edges, rules) if is_limited else None
+        actions, in_flight = self._lowered[key]
         config = EngineConfig(
             self._schedule.placement,
             self._rank,
-            signature.microbatches,
+            microbatches,
             device,
-            signature.train,
+            train,
             self._keep_outputs,
             in_flight,
             in_order=rules.posted_ahead is None,
@@ -133,21 +138,3 @@ class Engines:
                 for each in participants:
                     each.add_program(module)
         return Engine(config, graphs, self.transport(device), actions, recorder, added)
-
-    def _lowered_for(
-        self,
-        edges: frozenset[StagePair],
-        train: bool,
-        microbatches: int,
-        rules: TransportRules,
-        additions: tuple[Addition, ...],
-    ) -> tuple[list[Action], int | None]:
-        """Return the actions of this rank and the limit of sends in flight: seconds of work with many ranks, once."""
-        key = edges, train, microbatches, additions
-        if key not in self._lowered:
-            compute = self._schedule.of(microbatches, train)
-            lowered = rank_program(compute, self._rank, edges, rules, train, additions)
-            # Sent activations that are held for the backward anyway need no limit.
-            is_limited = not (train and self._keep_outputs)
-            self._lowered[key] = lowered, in_flight_limit(compute, edges, rules) if is_limited else None
-        return self._lowered[key]

@@ -217,7 +217,7 @@ class ProgramCache:
     def program_of(self, graphs: StepGraphs, ends_with: EndsWith) -> RankStages:
         """Return the program of a step of ``graphs``. Raises as ``program`` does."""
         if not graphs.numbers:
-            return self.program(graphs.cuts[0], ends_with)
+            return graphs.cuts[0].programs.get(ends_with) or self.program(graphs.cuts[0], ends_with)
         programs = tuple(self.program(cut, ends_with) for cut in graphs.cuts)
         if programs not in self._of_steps:
             self._of_steps[programs] = RankStages.of_graphs(programs)
