@@ -8,7 +8,7 @@ from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
 from nxdpp.agreement.comparison import unequal
-from nxdpp.agreement.replicas import check_replicas
+from nxdpp.agreement.exchange import check_replicas
 from nxdpp.agreement.same_values import sample
 from nxdpp.counted import counted
 from nxdpp.gradients.step_hooks import run_after_steps, run_before_steps

@@ -19,9 +19,8 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from nxdpp.agreement.exchange import ReplicaExchanges
+from nxdpp.agreement.exchange import SAME_MODEL, ReplicaExchanges, check_replica_values, warn_of_equal_batches
 from nxdpp.agreement.fingerprint import digest, parameter_lines
-from nxdpp.agreement.replicas import SAME_MODEL, check_replica_values, warn_of_equal_batches
 from nxdpp.agreement.same_values import sample
 from nxdpp.counted import counted
 from nxdpp.gradients.average import average_gradients

@@ -47,7 +47,11 @@ def apply_checkpoint(model: CheckpointedModel, layers_to_checkpoint: Sequence[st
     Logs a warning for names that the model does not have, and for a rank without layers.
     """
     if layers_to_checkpoint is None:
-        _checkpoint_all(model)
+        if not model.stage_layers:
+            _logger.warning("no transformer layer is on pipeline rank %d; nothing to checkpoint", model.rank)
+        local = dict(model.local_named_modules())
+        for name in model.stage_layers:
+            _checkpoint(name, local[name])
         return
     if isinstance(layers_to_checkpoint, str) or len(layers_to_checkpoint) == 0:
         raise RuntimeError(
@@ -93,14 +97,6 @@ def compile_checkpointed(name: str, module: nn.Module, options: dict[str, Any]) 
     module.compile(**options)
     if was_checkpointed:
         _checkpoint(name, module)
-
-
-def _checkpoint_all(model: CheckpointedModel) -> None:
-    local = dict(model.local_named_modules())
-    if not model.stage_layers:
-        _logger.warning("no transformer layer is on pipeline rank %d; nothing to checkpoint", model.rank)
-    for name in model.stage_layers:
-        _checkpoint(name, local[name])
 
 
 def _has(model: nn.Module, name: str) -> bool:

@@ -19,8 +19,12 @@ _TRACERS = ("hf", "torch")
 _PARTITIONS = ("even", "balanced", "profiled")
 
 
-def check_kinds(module: Any, **lists: Any) -> None:
-    """Raise ``TypeError`` unless ``module`` is an ``nn.Module`` and the others are lists or ``None``."""
+_LISTS = ("pipeline_cuts", "input_names", "shared_inputs", "leaf_module_cls")
+
+
+def check_kinds(settings: Any) -> None:
+    """Raise ``TypeError`` unless the model is an ``nn.Module``, and names are in lists."""
+    module = settings.module
     if not isinstance(module, nn.Module):
         raise TypeError(f"the model must be a torch.nn.Module, not {module!r:.80}.")
     scripted = next((n for n, part in module.named_modules() if isinstance(part, torch.jit.ScriptModule)), None)
@@ -29,8 +33,8 @@ def check_kinds(module: Any, **lists: Any) -> None:
             f"{scripted or 'the model'} is a module of TorchScript (torch.jit), which cannot be cut, and whose "
             f"parameters cannot be freed. Give the Python module; torch.compile(layer) of its layers makes them fast."
         )
-    for name, value in lists.items():
-        if isinstance(value, str | type):
+    for name in _LISTS:
+        if isinstance(value := getattr(settings, name), str | type):
             raise TypeError(f"{name}={value!r} must be a list: {name}=[{value!r}].")
 
 
@@ -187,14 +191,8 @@ def check_manual(settings: Any) -> None:
 
 
 # Arguments of NxD's trace, which traces here at construction.
-_OF_TRACE = {
-    "leaf_modules": "leaf_module_cls",
-    "autowrap_functions": "autowrap_functions",
-    "autowrap_modules": "autowrap_modules",
-    "autowrap_obj_methods": "autowrap_obj_methods",
-    "tracer_cls": "tracer_cls",
-    "args": "partition_batch",
-    "kwargs": "partition_batch",
+_OF_TRACE = {"leaf_modules": "leaf_module_cls"} | {
+    name: name for name in ("autowrap_functions", "autowrap_modules", "autowrap_obj_methods", "tracer_cls")
 }
 
 

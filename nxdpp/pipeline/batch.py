@@ -240,16 +240,18 @@ class Batches:
         moved = on_device(before, device)
         # A function may split equal batches in different ways.
         compared = [open_inputs(inputs)] if config.split_inputs_fn is None else parts
+        shares = None
         if uneven:
             sizes = [len(rows) for rows in torch.arange(uneven, device="cpu").tensor_split(count)]
             shares = [size / uneven for size in sizes]
-            return Batch(moved, moved, is_counted, compared, before, shares=shares)
-        if layout is None or not are_alike or NUM_ITEMS in inputs:
-            return Batch(moved, moved[:1] if are_alike else moved, is_counted, compared, before)
-        dimensions = dimensions_of(inputs, config.batch_dimension)
-        along = [None if parts[0][name] is value else dimensions[name] for name, value in inputs.items()]
-        self._known[layout] = _Split(layout, along, moved is not before, input_shapes(moved[0]))
-        return Batch(moved, moved[:1], is_counted, compared, before, layout=layout)
+        if not are_alike or NUM_ITEMS in inputs:
+            layout = None
+        if layout is not None:
+            dimensions = dimensions_of(inputs, config.batch_dimension)
+            along = [None if parts[0][name] is value else dimensions[name] for name, value in inputs.items()]
+            self._known[layout] = _Split(layout, along, moved is not before, input_shapes(moved[0]))
+        distinct = moved[:1] if are_alike else moved
+        return Batch(moved, distinct, is_counted, compared, before, layout=layout, shares=shares)
 
     def _tell_of_norms(self, microbatches: int) -> None:
         """Warn of batch norms once, in a training step of several ``microbatches``."""

@@ -57,13 +57,7 @@ class PipelineConfig(Settings[bool, bool]):
         module = self.root
         self.post_partition_hooks = arguments.checked_hooks(self.post_partition_hooks)
         arguments.check_choices(self)
-        arguments.check_kinds(
-            module,
-            pipeline_cuts=self.pipeline_cuts,
-            input_names=self.input_names,
-            shared_inputs=self.shared_inputs,
-            leaf_module_cls=self.leaf_module_cls,
-        )
+        arguments.check_kinds(self)
         check_param_init_fn(self.param_init_fn, module)
         if self.trace_file_path is not None:
             check_path(self.trace_file_path)
@@ -92,7 +86,7 @@ class PipelineConfig(Settings[bool, bool]):
                 f"tensor-parallel ranks do not run there alone. Use partition='balanced'."
             )
         if self.partition_batch is not None:
-            self._check_names(list(self.partition_batch), "partition_batch")
+            self.check_input_names(list(self.partition_batch), "partition_batch")
 
     def agreed_by_replicas(self, number: int) -> dict[str, Any]:
         """Return what data-parallel replicas must have alike; ``number`` counts the wrapped models of this process."""
@@ -152,11 +146,8 @@ class PipelineConfig(Settings[bool, bool]):
         alone = () if self.loss_function is None else self.loss_function.names_alone(self.root)
         return [name for name in names if name not in alone]
 
-    def check_input_names(self, names: Sequence[str]) -> None:
+    def check_input_names(self, names: Sequence[str], argument: str = "input_names") -> None:
         """Raise ``ValueError`` unless ``names`` are names of inputs of the model or ``loss_fn``, all that it needs."""
-        self._check_names(names, "input_names")
-
-    def _check_names(self, names: Sequence[str], argument: str) -> None:
         own = self.of_module(names)
         check_names(self.root, own, argument)
         check_required(self.root, own, argument)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from nxdpp.agreement.replicas import check_replica_values
+from nxdpp.agreement.exchange import check_replica_values
 from nxdpp.doors.local_modules import LocalModules
 from nxdpp.doors.nxd.config import check_sizes
 from nxdpp.doors.nxd.model import NxDModel

@@ -75,7 +75,9 @@ class LocalModule(nn.Module):
         owner, _, key = name.rpartition(".")
         above = self.get_submodule(owner)
         if key not in MODULES.of(above):
-            raise KeyError(f"there is no module {name!r} on this rank to replace; there are {list(self._names())}.")
+            raise KeyError(
+                f"there is no module {name!r} on this rank to replace; there are {list(dict(self.named_children()))}."
+            )
         above.add_module(key, module)
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Self:
@@ -93,9 +95,6 @@ class LocalModule(nn.Module):
         method = _before_listings.get(self)
         if method is not None and (follow := method()) is not None:
             follow()
-
-    def _names(self) -> Iterator[str]:
-        return (name for name, _ in self.named_children())
 
 
 def is_container(module: nn.Module) -> bool:

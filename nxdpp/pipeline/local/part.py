@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from nxdpp.agreement.replicas import check_replica_values
+from nxdpp.agreement.exchange import check_replica_values
 from nxdpp.agreement.same_values import RankValues
 from nxdpp.counted import counted
 from nxdpp.gradients.autocast import note_blocks_that_are_off

@@ -191,13 +191,10 @@ class ReplacementSync:
                     replaced[slot.name] = known
         for slot in added:
             slot.tree[slot.key] = slot.whole[slot.key] = next(each for each in slot.found if each is not None)
-        self._free_elsewhere()
-        self._note_all()
-        return replaced | renamed, has_changed
-
-    def _free_elsewhere(self) -> None:
         local = {name for name, _ in listings.named_parameters(self._tree, remove_duplicate=False)}
         free_others(self._root, local, {slot.name for slot, _ in self._elsewhere})
+        self._note_all()
+        return replaced | renamed, has_changed
 
     def _with_new_names(self, slot: _Slot, tree: nn.Module, whole: nn.Module) -> tuple[nn.Module, nn.Module] | None:
         """Return what takes the place of a module of another rank, if tied weights of this rank have new names in it.
