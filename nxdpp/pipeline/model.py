@@ -24,7 +24,7 @@ from nxdpp.gradients.average_checks import OptimizerCheck, check_optimizers
 from nxdpp.gradients.grad_scaler import GradScaler as GradScaler
 from nxdpp.gradients.overlapped_average import AverageReport
 from nxdpp.ground.torch_names import MOVE
-from nxdpp.pipeline import arguments
+from nxdpp.pipeline import arguments, transformers_methods
 from nxdpp.pipeline.arguments import call_hooks
 from nxdpp.pipeline.config import PipelineConfig
 from nxdpp.pipeline.first_partition import first_partition
@@ -42,12 +42,6 @@ from nxdpp.pipeline.loss.normalization import LossNormalization
 from nxdpp.pipeline.settings import OnEveryRank, PerMicrobatch, Settings
 from nxdpp.pipeline.stages.program_cache import ProgramCache
 from nxdpp.pipeline.steps import Steps
-from nxdpp.pipeline.transformers_methods import (
-    disable_checkpointing,
-    enable_checkpointing,
-    is_recomputed,
-    save_directory_of,
-)
 from nxdpp.ranks import parallel_state
 from nxdpp.ranks.faults import failure_watch
 from nxdpp.ranks.faults.board import board
@@ -535,7 +529,7 @@ class NxDPPModel(_Constructor[OnEveryRank, PerMicrobatch], LocalView):
         ``positional`` ones after ``is_main_process``, and as ``nxdpp.save_pretrained`` does. Every rank calls it, and
         one rank writes each tensor, whatever ``is_main_process`` is.
         """
-        save_directory_of(self, save_directory, positional, arguments)
+        transformers_methods.save_directory_of(self, save_directory, positional, arguments)
 
     def generate(self, *positional: Any, num_microbatches: int = 1, **arguments: Any) -> Any:
         """Generate tokens as ``generate`` of transformers; collective over the ranks of a pipeline.
@@ -577,26 +571,26 @@ class NxDPPModel(_Constructor[OnEveryRank, PerMicrobatch], LocalView):
         ``gradient_checkpointing_kwargs`` other than ``use_reentrant=False`` and ``preserve_rng_state=True``, and for
         ``arguments``.
         """
-        enable_checkpointing(self, gradient_checkpointing_kwargs, arguments)
+        transformers_methods.enable_checkpointing(self, gradient_checkpointing_kwargs, arguments)
 
     def gradient_checkpointing_disable(self) -> None:
         """Keep the activations of this rank's layers; not collective. Every rank calls it."""
-        disable_checkpointing(self)
+        transformers_methods.disable_checkpointing(self)
 
     def activation_checkpointing_enable(
         self, activation_checkpointing_kwargs: Mapping[str, Any] | None = None, **arguments: Any
     ) -> None:
         """The same as ``gradient_checkpointing_enable``, by its later name in transformers."""
-        enable_checkpointing(self, activation_checkpointing_kwargs, arguments)
+        transformers_methods.enable_checkpointing(self, activation_checkpointing_kwargs, arguments)
 
     def activation_checkpointing_disable(self) -> None:
         """The same as ``gradient_checkpointing_disable``, by its later name in transformers."""
-        disable_checkpointing(self)
+        transformers_methods.disable_checkpointing(self)
 
     @property
     def is_gradient_checkpointing(self) -> bool:
         """``True`` if this rank recomputes a layer in the backward."""
-        return any(is_recomputed(module) for module in self.local_modules())
+        return any(transformers_methods.is_recomputed(module) for module in self.local_modules())
 
     @property
     def is_activation_checkpointing(self) -> bool:

@@ -75,9 +75,8 @@ class LocalModule(nn.Module):
         owner, _, key = name.rpartition(".")
         above = self.get_submodule(owner)
         if key not in MODULES.of(above):
-            raise KeyError(
-                f"there is no module {name!r} on this rank to replace; there are {list(dict(self.named_children()))}."
-            )
+            held = list(dict(self.named_children()))
+            raise KeyError(f"there is no module {name!r} on this rank to replace; there are {held}.")
         above.add_module(key, module)
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Self:

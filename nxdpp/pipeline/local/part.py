@@ -32,7 +32,7 @@ from nxdpp.gradients.shards.rank_shards import RankShards
 from nxdpp.initialization.allocation import allocate
 from nxdpp.initialization.initialisers import ParameterInitialiser
 from nxdpp.pipeline import arguments
-from nxdpp.pipeline.local import half_loaded
+from nxdpp.pipeline.local import half_loaded, tree
 from nxdpp.pipeline.local.changes import ENTRIES, TENSORS, Change, ChangeRecord, parameters_of_all_models
 from nxdpp.pipeline.local.compared_values import ComparedValues
 from nxdpp.pipeline.local.elsewhere_tensors import refuse_calls_elsewhere, take_back
@@ -46,17 +46,6 @@ from nxdpp.pipeline.local.refused_steps import refuse_wrong_steps
 from nxdpp.pipeline.local.replaced_modules import ReplacementSync
 from nxdpp.pipeline.local.spine_hooks import SpineHooks, warn_of_traced_hooks
 from nxdpp.pipeline.local.tied_weights import TiedWeights
-from nxdpp.pipeline.local.tree import (
-    build_local_module,
-    check_not_freed,
-    free_others,
-    local_names,
-    names_elsewhere,
-    new_tie,
-    shared_names,
-    tied_names,
-    with_tied_names,
-)
 from nxdpp.pipeline.p2p.transport import Transport
 from nxdpp.pipeline.partition.assignment import Owners
 from nxdpp.pipeline.torch_checkpoints import follow_checkpoints
@@ -115,10 +104,10 @@ class Part:
         changes: ChangeRecord | None = None,
         stages: Owners | None = None,
     ) -> None:
-        used = local_names(owners, rank)
-        self._owners = owners = with_tied_names(root, owners)
-        local, elsewhere = local_names(owners, rank), names_elsewhere(owners, rank)
-        check_not_freed(root, local)
+        used = tree.local_names(owners, rank)
+        self._owners = owners = tree.with_tied_names(root, owners)
+        local, elsewhere = tree.local_names(owners, rank), tree.names_elsewhere(owners, rank)
+        tree.check_not_freed(root, local)
         take_back(root)
         self.root = root
         self.rank = rank
@@ -128,15 +117,15 @@ class Part:
         # Names that share a tensor are found while the model is whole: freeing replaces tensors.
         self.initial = InitialValues(root, param_init_fn)
         self.compared = ComparedValues(root, local, rank)
-        self.aliases = shared_names(root)
-        tied = tied_names(root, owners)
+        self.aliases = tree.shared_names(root)
+        tied = tree.tied_names(root, owners)
         over_ranks = [names for names, _ in tied]
-        over_stages = [names for names, _ in tied_names(root, stages or owners) if names not in over_ranks]
+        over_stages = [names for names, _ in tree.tied_names(root, stages or owners) if names not in over_ranks]
         whole = dict(listings.named_parameters(root))
-        free_others(root, local, elsewhere)
+        tree.free_others(root, local, elsewhere)
         if elsewhere:
             refuse_own_save(root)
-        self.module = build_local_module(root, local, layers, elsewhere)
+        self.module = tree.build_local_module(root, local, layers, elsewhere)
         refuse_calls_elsewhere(root, owners, self.module)
         kept = set(map(id, listings.parameters(self.module)))
         others = {name: parameter for name, parameter in whole.items() if id(parameter) not in kept}
@@ -273,7 +262,9 @@ class Part:
             self.changes.look()
             # The next step or refresh() knows of a replacement that only this rank has made, or under one name.
             is_of_step = bool(self._runs) and self._sync.has_replacement_in_tree()
-            is_wrong = self._entries.has_moved and (self.tied.are_untied() or bool(new_tie(self.root, self._owners)))
+            is_wrong = self._entries.has_moved and (
+                self.tied.are_untied() or bool(tree.new_tie(self.root, self._owners))
+            )
             if self._entries.has_moved and not is_of_step and not is_wrong:
                 self._follow_replacements()
         finally:
@@ -301,7 +292,7 @@ class Part:
 
     def _replace_in_both(self) -> bool:
         """Make replacements in the tree and in the whole model; return whether a stage runs another module."""
-        if names := new_tie(self.root, self._owners):
+        if names := tree.new_tie(self.root, self._owners):
             raise RuntimeError(
                 f"{' and '.join(names)} have become one parameter, and different pipeline ranks hold them: each would "
                 f"train a copy of its own. Tie them before the model is wrapped."

@@ -10,17 +10,7 @@ from torch import nn
 from nxdpp.gradients.state_part import OF_MODEL, StatePart, is_divided
 from nxdpp.ground.torch_names import BUFFERS, MODULES, PARAMETERS
 from nxdpp.pipeline.input_names import call_by_name
-from nxdpp.pipeline.local.outer_wrappers import (
-    COMPILED,
-    refuse_as_child,
-    refuse_average,
-    refuse_forward,
-    refuse_hook,
-    refuse_lister,
-    refuse_penalty,
-    refuse_reader,
-    warn_of_whole_copy,
-)
+from nxdpp.pipeline.local import outer_wrappers
 from nxdpp.pipeline.local.wrapped_methods import is_elsewhere, refuse_setting, refused_member, wrapped_method
 from nxdpp.ranks.faults.board import board
 from nxdpp.tracing.code.frames import caller
@@ -55,7 +45,7 @@ class LocalView(nn.Module):
         Raises ``AttributeError`` for modules and tensors of it that this rank does not hold. Raises ``RuntimeError``
         for wrappers of other runtimes, see ``outer_wrappers``.
         """
-        refuse_reader(name)
+        outer_wrappers.refuse_reader(name)
         try:
             return super().__getattr__(name)
         except AttributeError as error:
@@ -73,7 +63,7 @@ class LocalView(nn.Module):
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Set an attribute of its own. Raises ``AttributeError`` for modules, and for attributes of the wrapped one."""
-        refuse_forward(name)
+        outer_wrappers.refuse_forward(name)
         refuse_setting(self, name, value)
         super().__setattr__(name, value)
 
@@ -142,16 +132,16 @@ class LocalView(nn.Module):
         ``ValueError`` in a loss function, which would see this rank's part only.
         """
         frame = caller()
-        refuse_penalty(frame)
-        refuse_average(frame, self.local_module)
+        outer_wrappers.refuse_penalty(frame)
+        outer_wrappers.refuse_average(frame, self.local_module)
         # Before a step an optimizer lists them, maybe beside a teacher.
         if board.training_steps():
-            warn_of_whole_copy(frame, self.__dict__.get("original_module"), self.local_module)
+            outer_wrappers.warn_of_whole_copy(frame, self.__dict__.get("original_module"), self.local_module)
         yield from self.local_module.named_modules(*args, **kwargs)
 
     def modules(self, *args: Any, **kwargs: Any) -> Iterator[nn.Module]:
         """This rank's modules. Raises ``RuntimeError`` in ``FullyShardedDataParallel``."""
-        refuse_lister(caller())
+        outer_wrappers.refuse_lister(caller())
         yield from super().modules(*args, **kwargs)
 
     def get_submodule(self, target: str) -> nn.Module:
@@ -186,7 +176,7 @@ class LocalView(nn.Module):
 
     def compile(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Raise ``RuntimeError``: ``apply_compile`` compiles the layers."""
-        raise RuntimeError(COMPILED)
+        raise RuntimeError(outer_wrappers.COMPILED)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Raise ``TypeError``: a stage has connections to other ranks."""
@@ -207,7 +197,7 @@ class LocalView(nn.Module):
 
 def _refused_hook(kind: str) -> Callable[..., NoReturn]:
     def refuse(self: LocalView, *args: Any, **kwargs: Any) -> NoReturn:
-        refuse_hook(args[0] if args else None)
+        outer_wrappers.refuse_hook(args[0] if args else None)
         raise RuntimeError(
             f"{kind} of a pipelined model: the hook would never run, since stages run layers and the modules beside "
             f"them. Register it on such a module: wrapped.local_module.get_submodule(NAME).{kind}(...)."
@@ -220,7 +210,7 @@ def _refuse_member(self: LocalView, name: str, *args: Any, **kwargs: Any) -> NoR
     raise refused_member(name)
 
 
-refuse_as_child(LocalView)
+outer_wrappers.refuse_as_child(LocalView)
 for _kind in ("add_module", "register_buffer", "register_module", "register_parameter"):
     setattr(LocalView, _kind, _refuse_member)
 for _kind in _HOOKS:

@@ -10,18 +10,11 @@ from torch import fx, nn
 
 from nxdpp.ground.torch_names import BUFFERS, PARAMETERS
 from nxdpp.tracing.code.order import parts_in_order
+from nxdpp.tracing.graph import uses
 from nxdpp.tracing.graph.checks import asks_for_none
 from nxdpp.tracing.graph.errors import model_line
 from nxdpp.tracing.graph.tensor_hooks import registers_hook
 from nxdpp.tracing.graph.trace import TracedGraph
-from nxdpp.tracing.graph.uses import (
-    draws_random_numbers,
-    is_from_torch,
-    is_module,
-    may_change_buffers,
-    metadata_arguments,
-    modules_of,
-)
 from nxdpp.tracing.models.captured_outputs import ends_capture
 from nxdpp.tracing.models.library_calls import pads_a_result
 from nxdpp.tracing.models.shared_state import contents
@@ -138,15 +131,15 @@ def buffer_owners(traced: TracedGraph, assigned: Mapping[fx.Node, int], root: nn
     """
     stages: dict[int, set[int]] = {}
     for node, stage in assigned.items():
-        for module in modules_of(node, root).values():
+        for module in uses.modules_of(node, root).values():
             for child in listings.modules(module):
                 stages.setdefault(id(child), set()).add(stage)
     owners: Owners = {}
     for path, module in listings.named_modules(root, remove_duplicate=False):
-        if id(module) not in stages or not may_change_buffers(module):
+        if id(module) not in stages or not uses.may_change_buffers(module):
             continue
         held = stages[id(module)]
-        if len(held) > 1 and is_from_torch(module):
+        if len(held) > 1 and uses.is_from_torch(module):
             raise ValueError(
                 f"{path}, a {type(module).__name__}, keeps statistics of its inputs and runs on the stages "
                 f"{sorted(held)}; it must run on one. Use one module for each place, or cut elsewhere (pipeline_cuts)."
@@ -182,7 +175,7 @@ def check_last_stage(owners: Owners, stages: int, layer: str) -> None:
 def parameters_used(node: fx.Node, root: nn.Module) -> list[str]:
     """Return the names of the parameters that ``node`` needs: its module's, and its arguments."""
     names = [str(argument.target) for argument in node.all_input_nodes if is_parameter(argument, root)]
-    for path, module in modules_of(node, root).items():
+    for path, module in uses.modules_of(node, root).items():
         names += [f"{path}.{name}" for name, _ in listings.named_parameters(module, remove_duplicate=False)]
     return names
 
@@ -197,15 +190,15 @@ def is_parameter(node: fx.Node, root: nn.Module) -> bool:
 
 def _is_read_anywhere(node: fx.Node, root: nn.Module) -> bool:
     """Return whether ``node`` is a parameter or a module itself, which its users read on their own stages."""
-    return is_parameter(node, root) or is_module(node, root)
+    return is_parameter(node, root) or uses.is_module(node, root)
 
 
 def _belongs_to_a_stage(node: fx.Node, root: nn.Module, stages: Mapping[fx.Node, int]) -> bool:
-    if is_parameter(node, root) or draws_random_numbers(node, root):
+    if is_parameter(node, root) or uses.draws_random_numbers(node, root):
         return True
-    if any(True for module in modules_of(node, root).values() for _ in listings.parameters(module)):
+    if any(True for module in uses.modules_of(node, root).values() for _ in listings.parameters(module)):
         return True
-    only_metadata = metadata_arguments(node, root)
+    only_metadata = uses.metadata_arguments(node, root)
     return any(argument in stages and argument not in only_metadata for argument in node.all_input_nodes)
 
 
@@ -217,7 +210,7 @@ def _stage_of(node: fx.Node, root: nn.Module, stages: Mapping[fx.Node, int], cur
         return current
     # Names as they were when the model was cut: this rank may have replaced parameters, unknown to other ranks.
     names = [str(argument.target) for argument in node.all_input_nodes if is_parameter(argument, root)]
-    names += modules_of(node, root)
+    names += uses.modules_of(node, root)
     possible = _common(stages for name in names for stages in owned.get(name, ()))
     if possible is None or current in possible:
         return current

@@ -18,16 +18,7 @@ from itertools import chain
 from torch import fx, nn
 
 from nxdpp.counted import counted
-from nxdpp.pipeline.partition.assignment import (
-    Owners,
-    assign_nodes,
-    buffer_owners,
-    check_buffers_have_owners,
-    check_last_stage,
-    check_layers_ran,
-    layers_in_order,
-    parameter_owners,
-)
+from nxdpp.pipeline.partition import assignment
 from nxdpp.tracing.graph.trace import TracedGraph
 from nxdpp.tracing.modules import listings
 from nxdpp.tracing.modules.closest_name import meant
@@ -56,7 +47,7 @@ class Partition:
     module: nn.Module
     layer_stages: dict[str, int]
     cuts: list[str]
-    owners: Owners
+    owners: assignment.Owners
     assumed: bool = False
 
     @property
@@ -84,7 +75,7 @@ class Partition:
         """Names of the parameters, and of the changing buffers, that ``stage`` holds."""
         return [name for name, stages in self.owners.items() if stage in stages]
 
-    def owners_by_rank(self, rank_of: Callable[[int], int]) -> Owners:
+    def owners_by_rank(self, rank_of: Callable[[int], int]) -> assignment.Owners:
         """Return the ranks that hold each parameter. ``rank_of`` maps a stage to its rank."""
         return {name: {rank_of(stage) for stage in stages} for name, stages in self.owners.items()}
 
@@ -94,11 +85,11 @@ class Partition:
         Raises ``ValueError`` where the graph does not run each layer once, in the order of this partition.
         """
         if traced.layers != tuple(self.layers):
-            check_layers_ran(traced, self.layers)
+            assignment.check_layers_ran(traced, self.layers)
             raise ValueError(self._other_order(traced))
-        assigned = assign_nodes(traced, self.module, self.layer_stages, self.stages, self.owners)
+        assigned = assignment.assign_nodes(traced, self.module, self.layer_stages, self.stages, self.owners)
         if self.assumed:
-            check_buffers_have_owners(traced, assigned, self.module, self.owners)
+            assignment.check_buffers_have_owners(traced, assigned, self.module, self.owners)
         return assigned
 
     def _other_order(self, traced: TracedGraph) -> str:
@@ -143,16 +134,16 @@ def make_partition(
         ValueError: for a graph that repeats a layer, and for cuts that do not fit the layers and the stages. Also for
             a last stage without parameters, and for statistics (batch norm) that two stages would change.
     """
-    layers = layers_in_order(traced, known_layers)
+    layers = assignment.layers_in_order(traced, known_layers)
     policy = policy or even
     source = getattr(policy, "source", None) or f"partition={getattr(policy, '__qualname__', policy)}"
     cuts = check_cuts(policy(traced, stages), layers, stages, source)
     layer_stages = stages_of_layers(cuts, layers)
-    assigned = assign_nodes(traced, module, layer_stages, stages)
-    owners = parameter_owners(assigned, module)
+    assigned = assignment.assign_nodes(traced, module, layer_stages, stages)
+    owners = assignment.parameter_owners(assigned, module)
     if stages - 1 not in layer_stages.values():
-        check_last_stage(owners, stages, layers[-1])
-    owners |= buffer_owners(traced, assigned, module)
+        assignment.check_last_stage(owners, stages, layers[-1])
+    owners |= assignment.buffer_owners(traced, assigned, module)
     return Partition(module, layer_stages, cuts, owners)
 
 
