@@ -67,6 +67,8 @@ else:
 
 # ``help`` shows the settings with their types; the two type parameters are plain booleans to its reader.
 _FLAGS = ("return_mb_loss", "broadcast_and_average_loss")
+# Settings that scripts read.
+_SHOWN = (*_FLAGS, "use_zero1_optimizer", "deallocate_pipeline_outputs", "return_loss_on_cpu")
 _SIGNATURE = Signature(
     [
         Parameter("self", Parameter.POSITIONAL_OR_KEYWORD),
@@ -241,13 +243,9 @@ class NxDPPModel(_Constructor[OnEveryRank, PerMicrobatch], LocalView):
         # Names, in the whole model, of each parameter and each buffer that has several.
         self.tied_names = self.part.aliases
         self._num_microbatches = config.num_microbatches
-        # The types of the two were solved by the constructor.
-        self.return_mb_loss = config.return_mb_loss  # type: ignore[assignment]
-        self.broadcast_and_average_loss = config.broadcast_and_average_loss  # type: ignore[assignment]
         self.input_names = None if config.input_names is None else list(config.input_names)
-        self.use_zero1_optimizer = config.use_zero1_optimizer
-        self.deallocate_pipeline_outputs = config.deallocate_pipeline_outputs
-        self.return_loss_on_cpu = config.return_loss_on_cpu
+        for name in _SHOWN:
+            setattr(self, name, getattr(config, name))
         self.pipeline_parallel_rank = self.rank
         self.pipeline_parallel_size = parallel_state.get_pipeline_model_parallel_size()
         self.virtual_pipeline_size = len(self.local_stages)
@@ -355,7 +353,7 @@ class NxDPPModel(_Constructor[OnEveryRank, PerMicrobatch], LocalView):
         with board.call("run_train", "step", "pipeline", has_limit=True):
             if positional:
                 check_not_positional(self.original_module, positional)
-            return self._trained(self.steps.train(inputs, not self.use_zero1_optimizer))
+            return self._return_loss(self.steps.train(inputs, not self.use_zero1_optimizer))
 
     def run_train_microbatches(
         self, microbatches: Sequence[Mapping[str, Any]]
@@ -369,7 +367,7 @@ class NxDPPModel(_Constructor[OnEveryRank, PerMicrobatch], LocalView):
         ``loss_normalization="microbatch"``, whatever their numbers of microbatches; ``"tokens"`` weighs labels.
         """
         with board.call("run_train_microbatches", "step", "pipeline", has_limit=True):
-            return self._trained(self.steps.train_given(microbatches, not self.use_zero1_optimizer))
+            return self._return_loss(self.steps.train(microbatches, not self.use_zero1_optimizer, are_parts=True))
 
     def run_eval(self, *positional: Any, everywhere: bool | Any = False, **inputs: Any) -> Any:
         """Run the forward of all microbatches without gradients; collective over all ranks.
@@ -419,12 +417,6 @@ class NxDPPModel(_Constructor[OnEveryRank, PerMicrobatch], LocalView):
             )
         return self.steps.clip_grad_norm(max_norm, norm_type)
 
-    def _trained(self, losses: list[torch.Tensor]) -> torch.Tensor | list[torch.Tensor] | None:
-        if self._optimizer_check is None and not self.steps.replicas.is_averaged:
-            parameters = dict(self.local_named_parameters())
-            self._optimizer_check = check_optimizers(parameters, self.use_zero1_optimizer, ref(self.steps.replicas))
-        return self._return_loss(losses, train=True)
-
     @property
     def num_microbatches(self) -> int:
         """Number of microbatches of ``run_train``; it is set once, by the constructor."""
@@ -439,8 +431,11 @@ class NxDPPModel(_Constructor[OnEveryRank, PerMicrobatch], LocalView):
         )
 
     def _return_loss(
-        self, losses: list[torch.Tensor], train: bool, everywhere: bool = False
+        self, losses: list[torch.Tensor], train: bool = True, everywhere: bool = False
     ) -> torch.Tensor | list[torch.Tensor] | None:
+        if train and self._optimizer_check is None and not self.steps.replicas.is_averaged:
+            parameters = dict(self.local_named_parameters())
+            self._optimizer_check = check_optimizers(parameters, self.use_zero1_optimizer, ref(self.steps.replicas))
         if not self.holds_last_stage and not self.broadcast_and_average_loss and not everywhere:
             return None
         if self.return_mb_loss:

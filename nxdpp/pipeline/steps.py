@@ -111,7 +111,8 @@ class Steps:
     @property
     def sent_bytes(self) -> int:
         """Bytes of the tensors that this rank has sent to other ranks of the pipeline in the last step."""
-        return max(0, self.engines.sent_bytes - self._sent_before)
+        opened = self.engines.opened
+        return 0 if opened is None else max(0, opened.sent_bytes - self._sent_before)
 
     def trace(self, inputs: Mapping[str, Any]) -> None:
         """Trace a microbatch of ``inputs``, a whole batch, in the present training mode; not collective."""
@@ -125,8 +126,11 @@ class Steps:
         self.config.check_input_names(names)
         self._batches.input_names = tuple(names)
 
-    def train(self, inputs: Mapping[str, Any], average: bool) -> list[torch.Tensor]:
+    def train(
+        self, inputs: Mapping[str, Any] | Sequence[Mapping[str, Any]], average: bool, are_parts: bool = False
+    ) -> list[torch.Tensor]:
         """Run forward and backward of a batch, as a part of the collective call that the program is in.
+
 
         Gradients of the loss are added to ``.grad``. With ``average`` they are averaged over the data-parallel
         replicas. This begins during the last backwards. The first step compares the replicas' parameters: collective
@@ -136,13 +140,11 @@ class Steps:
             The detached loss of each microbatch on the rank of the last stage, an empty list on others. Their mean is
             the loss.
 
-        Takes ``inputs`` and raises as ``NxDPPModel.run_train`` does.
+        Takes ``inputs`` and raises as ``NxDPPModel.run_train`` does; with ``are_parts`` they are microbatches as they
+        are, as ``run_train_microbatches`` takes them.
         """
-        return self._train(self._batches.of_inputs, inputs, self._preparation.with_loss, average).losses()
-
-    def train_given(self, microbatches: Sequence[Mapping[str, Any]], average: bool) -> list[torch.Tensor]:
-        """Do as ``train`` for ``microbatches`` as they are."""
-        return self._train(self._batches.of_microbatches, microbatches, self._preparation.with_loss, average).losses()
+        take: Callable[[Any], Batch] = self._batches.of_microbatches if are_parts else self._batches.of_inputs
+        return self._train(take, inputs, self._preparation.with_loss, average).losses()
 
     def evaluate(self, inputs: Mapping[str, Any], everywhere: bool = False) -> Evaluation:
         """Run the forward of all microbatches without gradients, as a part of the collective call of the program.
@@ -350,7 +352,7 @@ class Steps:
         with failure_watch.reported(), recorded:
             step.values = step.engine.run(loss)
         if known is None:
-            self.engines.of(step.program)[step.signature] = step.engine, step.digest
+            self.engines.known.setdefault(step.program, LastUsed())[step.signature] = step.engine, step.digest
         if each_call is not None:
             each_call.warn(self._told)
         self.timer, self.digest = step.engine.timer, step.digest
@@ -405,7 +407,8 @@ class Steps:
             *(len(microbatches), forms.graphs, everywhere),
         )
         identity = StepIdentity(step.program.graph, step.signature, self.part.initial.origin)
-        engine, digest = self.engines.of(step.program).get(step.signature) or (None, identity.digest)
+        engines: Mapping[Any, tuple[Engine, int]] = self.engines.known.get(step.program, {})
+        engine, digest = engines.get(step.signature) or (None, identity.digest)
         if self._verifier is None:
             self._verifier = StepVerifier(parallel_state.get_pipeline_control_group())
         begun, draws, optimizers = board.begun, self._participants.draws, self.replicas.optimizers

@@ -149,7 +149,8 @@ class LossNormalization:
         labels that cannot be counted, and for a batch without items.
         """
         of_graphs = []
-        for number, (cut, own) in enumerate(zip(graphs.cuts, graphs.of_each(on_host), strict=True)):
+        owns = graphs.of_each(on_host) if graphs.numbers else [dict(enumerate(on_host))]
+        for number, (cut, own) in enumerate(zip(graphs.cuts, owns, strict=True)):
             loss = losses[number] if losses else None
             of_graphs.append((self._terms.get(cut) or self._known(cut, loss, own, shares), own))
         if not is_given and self._rule == "microbatch":

@@ -33,6 +33,8 @@ class Engines:
         rank: this rank of the pipeline.
 
     Attributes:
+        known: by program and signature, each engine with the digest of its steps.
+        opened: the transfers to other ranks, since the last change of the stages.
         timeline: writes each step to the timeline's file; ``None`` without one.
     """
 
@@ -43,16 +45,10 @@ class Engines:
         self._loss_gradient = config.loss_gradient
         path = config.trace_file_path
         self.timeline = None if path is None else StepTimeline(check_path(path), schedule.name)
-        self._transport: Transport | None = None
-        # By signature: each engine with the digest of its steps.
-        self._engines: WeakKeyDictionary[RankStages, LastUsed[Any, tuple[Engine, int]]] = WeakKeyDictionary()
+        self.opened: Transport | None = None
+        self.known: WeakKeyDictionary[RankStages, LastUsed[Any, tuple[Engine, int]]] = WeakKeyDictionary()
         # By the pairs of stages that exchange tensors, whether backwards follow, the microbatches, and the additions.
         self._lowered: dict[Any, tuple[list[Action], int | None]] = {}
-
-    @property
-    def sent_bytes(self) -> int:
-        """Bytes of all tensors that this rank has sent to other ranks, since the last change of its stages."""
-        return 0 if self._transport is None else self._transport.sent_bytes
 
     def transport(self, device: torch.device) -> Transport:
         """The transfers to other ranks of tensors on ``device``.
@@ -60,7 +56,7 @@ class Engines:
         Raises ``RuntimeError`` for tensors in host memory where the ranks exchange those of devices, and for another
         device than in the steps before.
         """
-        if self._transport is None:
+        if self.opened is None:
             groups = parallel_state.get_pipeline_transfer_groups()
             if groups.backend != "gloo" and not has_streams(device.type):
                 own = parallel_state.local_device()
@@ -70,25 +66,21 @@ class Engines:
                     f"the CPU, initialize_model_parallel(device='cpu')."
                 )
             control = parallel_state.get_pipeline_control_group()
-            self._transport = Transport(groups, control, device, failure_watch.report)
-        elif self._transport.device.type != device.type:
+            self.opened = Transport(groups, control, device, failure_watch.report)
+        elif self.opened.device.type != device.type:
             raise RuntimeError(
-                f"the model is on {device}, and was on {self._transport.device} in the steps before: move it with "
+                f"the model is on {device}, and was on {self.opened.device} in the steps before: move it with "
                 f"model.move_model_to_device(), or call refresh() on every rank after a move of its modules."
             )
-        return self._transport
-
-    def of(self, program: RankStages) -> LastUsed[Any, tuple[Engine, int]]:
-        """Return the engines of ``program`` by signature, each with the digest of its steps."""
-        return self._engines.setdefault(program, LastUsed())
+        return self.opened
 
     def forget(self) -> None:
         """Drop all engines and the transport after a change of the stages: modules, ``requires_grad`` or device.
 
         All ranks of the pipeline must call this. The next step of each signature has a metadata exchange again.
         """
-        self._engines.clear()
-        self._transport = None
+        self.known.clear()
+        self.opened = None
 
     def make(
         self,

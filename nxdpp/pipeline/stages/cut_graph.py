@@ -197,9 +197,7 @@ class StepGraphs(NamedTuple):
         return [all(each) for each in zip(*columns, strict=True)] if len({*map(len, columns)}) == 1 else []
 
     def of_each(self, microbatches: Sequence[Mapping[str, Any]]) -> list[dict[int, Mapping[str, Any]]]:
-        """Return for each graph its ``microbatches``, by their number in the step."""
-        if not self.numbers:
-            return [dict(enumerate(microbatches))]
+        """Return for each of several graphs its ``microbatches``, by their number in the step."""
         graphs = range(len(self.cuts))
         return [{n: each for n, each in enumerate(microbatches) if self.numbers[n] == graph} for graph in graphs]
 
