@@ -14,7 +14,7 @@ import pytest
 # Methods that a room above does: they import it when they are called.
 UPWARD = {
     ("nxdpp.pipeline.model", "nxdpp.generation.generate"),
-    ("nxdpp.pipeline.transformers_methods", "nxdpp.checkpoint.huggingface.save"),
+    ("nxdpp.pipeline.local.own_save", "nxdpp.checkpoint.huggingface.save"),
     ("nxdpp.ranks.parallel_state", "nxdpp.tensor.move_model_to_device"),
 }
 ROOT = Path(__file__).parents[1]

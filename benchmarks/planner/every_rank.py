@@ -28,7 +28,7 @@ from nxdpp.checkpoint.distributed.load_targets import LoadArguments, LoadTargets
 from nxdpp.checkpoint.distributed.model_state import model_tensors
 from nxdpp.gradients.shards.local_tensors import local_rows
 from nxdpp.pipeline.p2p.layout import TensorLayout
-from nxdpp.pipeline.partition.transport_bytes import COMMUNICATOR_BYTES
+from nxdpp.pipeline.partition.balanced_partition import COMMUNICATOR_BYTES
 from nxdpp.planning.layout import Layout
 from nxdpp.planning.plan import Plan
 from nxdpp.ranks.rank_mesh import RankMesh

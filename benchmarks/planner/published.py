@@ -18,7 +18,7 @@ from transformers import (
 )
 
 from benchmarks.report import markdown_table
-from nxdpp.pipeline.partition.transport_bytes import COMMUNICATOR_BYTES
+from nxdpp.pipeline.partition.balanced_partition import COMMUNICATOR_BYTES
 from nxdpp.planning.configured_model import microbatch_on_meta
 from nxdpp.planning.layout import Layout
 from nxdpp.planning.machine import DEVICES, DeviceSpeed, Job, Link, Machine

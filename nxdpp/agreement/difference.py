@@ -49,6 +49,9 @@ _STARTS = {
     "any stage: ": "graph",
 }
 
+# The start of a line, and the items in which it differs from the other line; all of a short line.
+LinePart = tuple[str, str]
+
 
 class Difference(NamedTuple):
     """One rank's side, such as ``"other settings"``, and the first differing lines of both with line breaks."""
@@ -120,23 +123,11 @@ def _only_in(lines: Sequence[str], others: Sequence[str]) -> list[str]:
 def _shown(there: str, here: str, pairs: Sequence[tuple[str | None, str | None]]) -> str:
     parts = [differing_parts(*pair) for pair in pairs[:_LINES_COMPARED]]
     # Several functions may hold one configuration.
-    distinct = {(theirs.items, ours.items): (theirs, ours) for theirs, ours in reversed(parts)}
-    found = list(reversed(distinct.values()))
-    shown = "".join(f"  {there}: {theirs.text}\n  {here}: {ours.text}\n" for theirs, ours in found[:_LINES_SHOWN])
+    distinct = {(theirs[1], ours[1]): (theirs, ours) for theirs, ours in reversed(parts)}
+    found = [tuple(map("".join, both)) for both in reversed(distinct.values())]
+    shown = "".join(f"  {there}: {theirs}\n  {here}: {ours}\n" for theirs, ours in found[:_LINES_SHOWN])
     more = len(found) - _LINES_SHOWN + max(0, len(pairs) - _LINES_COMPARED)
     return shown + (f"  and {more} more\n" if more > 0 else "")
-
-
-class LinePart(NamedTuple):
-    """The start of a line, and the items in which it differs from the other line; all of a short line."""
-
-    start: str
-    items: str
-
-    @property
-    def text(self) -> str:
-        """The line for a message."""
-        return f"{self.start}{self.items}"
 
 
 def differing_parts(theirs: str | None, ours: str | None) -> tuple[LinePart, LinePart]:
@@ -144,7 +135,7 @@ def differing_parts(theirs: str | None, ours: str | None) -> tuple[LinePart, Lin
     if theirs is None or ours is None:
         return _cut(theirs, 0), _cut(ours, 0)
     if max(len(theirs), len(ours)) <= _LINE:
-        return LinePart("", theirs), LinePart("", ours)
+        return ("", theirs), ("", ours)
     one, two = theirs.split(", "), ours.split(", ")
     if one[0] != two[0] or "(" not in one[0]:
         same = next(i for i, (a, b) in enumerate(zip_longest(theirs, ours)) if a != b)
@@ -162,14 +153,14 @@ def differing_parts(theirs: str | None, ours: str | None) -> tuple[LinePart, Lin
 def _cut(line: str | None, same: int) -> LinePart:
     """The characters of ``line`` around the first ones that differ, after ``same`` equal ones; its name is kept."""
     if line is None:
-        return LinePart("", _NONE)
+        return "", _NONE
     name = _name(line)
     begin = same - _BEFORE
     if begin <= len(name):
-        return LinePart("", line[:_LINE] + ("..." if len(line) > _LINE else ""))
+        return "", line[:_LINE] + ("..." if len(line) > _LINE else "")
     start = f"{name}: ..." if len(name) <= _LINE and name != line else "..."
-    return LinePart(start, line[begin : begin + _LINE] + ("..." if len(line) > begin + _LINE else ""))
+    return start, line[begin : begin + _LINE] + ("..." if len(line) > begin + _LINE else "")
 
 
 def _part(start: str, items: str) -> LinePart:
-    return LinePart(start, items[:_LINE] + ("..." if len(items) > _LINE else "") or "(without)")
+    return start, items[:_LINE] + ("..." if len(items) > _LINE else "") or "(without)"

@@ -2,7 +2,7 @@
 
 import functools
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -13,6 +13,9 @@ from nxdpp.ground.torch_names import COMPILED_CALL, pytree
 from nxdpp.pipeline.recomputed_state import LayerState, RecomputedCall
 
 _logger = logging.getLogger(__name__)
+
+# Arguments with which apply_checkpoint recomputes.
+_CHECKPOINT = {"use_reentrant": False, "preserve_rng_state": True}
 
 
 class CheckpointedModel(Protocol):
@@ -173,3 +176,36 @@ def _devices(values: Any) -> set[torch.device]:
     """The devices of the tensors in ``values`` other than the CPU, whose random state is kept in any case."""
     tensors = (value for value in pytree.tree_leaves(values) if isinstance(value, torch.Tensor))
     return {tensor.device for tensor in tensors if tensor.device.type != "cpu"}
+
+
+def enable_checkpointing(
+    model: CheckpointedModel, settings: Mapping[str, Any] | None, arguments: Mapping[str, Any]
+) -> None:
+    """Call ``apply_checkpoint`` for the layers of this rank that transformers does not recompute.
+
+    Raises ``ValueError``, before anything is changed, for ``settings`` of another recomputation and for ``arguments``.
+    """
+    others = [f"{name}={value!r}" for name, value in (settings or {}).items() if _CHECKPOINT.get(name) is not value]
+    if others or arguments:
+        raise ValueError(
+            f"gradient checkpointing of a pipelined model recomputes every layer with use_reentrant=False and "
+            f"preserve_rng_state=True, and takes no {', '.join((*others, *arguments))}. Leave it out, or call "
+            f"nxdpp.apply_checkpoint(model, layers_to_checkpoint=[...]) for some layers."
+        )
+    local = dict(model.local_named_modules())
+    layers = [name for name in model.stage_layers if not is_recomputed(local[name])]
+    if layers:
+        apply_checkpoint(model, layers)
+
+
+def disable_checkpointing(model: CheckpointedModel) -> None:
+    """Keep the activations of this rank's layers."""
+    remove_checkpoint(model)
+    for module in dict(model.local_named_modules()).values():
+        if getattr(module, "gradient_checkpointing", False):
+            module.gradient_checkpointing = False  # type: ignore[assignment]  # a flag of transformers' layers
+
+
+def is_recomputed(module: nn.Module) -> bool:
+    """Return whether ``module``, or transformers for it, recomputes its forward in the backward."""
+    return is_checkpointed(module) or getattr(module, "gradient_checkpointing", False) is True

@@ -24,7 +24,7 @@ from nxdpp.gradients.average_checks import OptimizerCheck, check_optimizers
 from nxdpp.gradients.grad_scaler import GradScaler as GradScaler
 from nxdpp.gradients.overlapped_average import AverageReport
 from nxdpp.ground.torch_names import MOVE
-from nxdpp.pipeline import arguments, transformers_methods
+from nxdpp.pipeline import activation_checkpoint, arguments
 from nxdpp.pipeline.arguments import call_hooks
 from nxdpp.pipeline.config import PipelineConfig
 from nxdpp.pipeline.first_partition import first_partition
@@ -32,6 +32,7 @@ from nxdpp.pipeline.input_names import check_not_positional
 from nxdpp.pipeline.local.changes import ChangeRecord
 from nxdpp.pipeline.local.loading import works_on_meta
 from nxdpp.pipeline.local.local_module import stage_module
+from nxdpp.pipeline.local.own_save import save_directory_of
 from nxdpp.pipeline.local.part import Part
 from nxdpp.pipeline.local.refused_models import refuse_grouped_experts, refuse_lost_ties, refuse_other_wrappers
 from nxdpp.pipeline.local.spine_hooks import warn_of_traced_hooks
@@ -524,7 +525,7 @@ class NxDPPModel(_Constructor[OnEveryRank, PerMicrobatch], LocalView):
         ``positional`` ones after ``is_main_process``, and as ``nxdpp.save_pretrained`` does. Every rank calls it, and
         one rank writes each tensor, whatever ``is_main_process`` is.
         """
-        transformers_methods.save_directory_of(self, save_directory, positional, arguments)
+        save_directory_of(self, save_directory, positional, arguments)
 
     def generate(self, *positional: Any, num_microbatches: int = 1, **arguments: Any) -> Any:
         """Generate tokens as ``generate`` of transformers; collective over the ranks of a pipeline.
@@ -566,26 +567,26 @@ class NxDPPModel(_Constructor[OnEveryRank, PerMicrobatch], LocalView):
         ``gradient_checkpointing_kwargs`` other than ``use_reentrant=False`` and ``preserve_rng_state=True``, and for
         ``arguments``.
         """
-        transformers_methods.enable_checkpointing(self, gradient_checkpointing_kwargs, arguments)
+        activation_checkpoint.enable_checkpointing(self, gradient_checkpointing_kwargs, arguments)
 
     def gradient_checkpointing_disable(self) -> None:
         """Keep the activations of this rank's layers; not collective. Every rank calls it."""
-        transformers_methods.disable_checkpointing(self)
+        activation_checkpoint.disable_checkpointing(self)
 
     def activation_checkpointing_enable(
         self, activation_checkpointing_kwargs: Mapping[str, Any] | None = None, **arguments: Any
     ) -> None:
         """The same as ``gradient_checkpointing_enable``, by its later name in transformers."""
-        transformers_methods.enable_checkpointing(self, activation_checkpointing_kwargs, arguments)
+        activation_checkpoint.enable_checkpointing(self, activation_checkpointing_kwargs, arguments)
 
     def activation_checkpointing_disable(self) -> None:
         """The same as ``gradient_checkpointing_disable``, by its later name in transformers."""
-        transformers_methods.disable_checkpointing(self)
+        activation_checkpoint.disable_checkpointing(self)
 
     @property
     def is_gradient_checkpointing(self) -> bool:
         """``True`` if this rank recomputes a layer in the backward."""
-        return any(transformers_methods.is_recomputed(module) for module in self.local_modules())
+        return any(activation_checkpoint.is_recomputed(module) for module in self.local_modules())
 
     @property
     def is_activation_checkpointing(self) -> bool:

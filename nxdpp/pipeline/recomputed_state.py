@@ -13,7 +13,7 @@ would be a graph of its own, they are not.
 
 import copy
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -104,7 +104,8 @@ class LayerState:
 
         Raises ``RuntimeError`` for values that were changed without a copy.
         """
-        present = {name: registry.get(key, _MISSING) for name, (registry, key) in self._changing_places()}
+        places = {name: self._places[name] for name in self._changing}
+        present = {name: registry.get(key, _MISSING) for name, (registry, key) in places.items()}
         before = {name: self._before(name, noted, value) for name, value in present.items()}
         self._put(_copied(before))
         try:
@@ -122,9 +123,6 @@ class LayerState:
                 f"longer has the values of the forward. {_remedy(self.name)}"
             )
         return value
-
-    def _changing_places(self) -> Iterable[tuple[str, tuple[dict[str, Any], str]]]:
-        return ((name, self._places[name]) for name in self._changing)
 
     def _values(self) -> dict[str, Any]:
         return {name: registry.get(key, _MISSING) for name, (registry, key) in self._places.items()}

@@ -33,7 +33,7 @@ from nxdpp.pipeline.config import PipelineConfig
 from nxdpp.pipeline.local.part import Part
 from nxdpp.pipeline.loss.normalization import LossNormalization
 from nxdpp.pipeline.loss.sum_of_rows import looked_at
-from nxdpp.pipeline.microbatches.each_call import EachCall
+from nxdpp.pipeline.microbatches.mixed_rows import EachCall
 from nxdpp.pipeline.participants import Participants
 from nxdpp.pipeline.partition.partition import Partition
 from nxdpp.pipeline.runtime.engine import Engine
@@ -130,7 +130,6 @@ class Steps:
         self, inputs: Mapping[str, Any] | Sequence[Mapping[str, Any]], average: bool, are_parts: bool = False
     ) -> list[torch.Tensor]:
         """Run forward and backward of a batch, as a part of the collective call that the program is in.
-
 
         Gradients of the loss are added to ``.grad``. With ``average`` they are averaged over the data-parallel
         replicas. This begins during the last backwards. The first step compares the replicas' parameters: collective

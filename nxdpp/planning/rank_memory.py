@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from nxdpp.devices.kinds import has_streams
-from nxdpp.pipeline.partition.transport_bytes import COMMUNICATOR_BYTES, MESSAGES_HELD
+from nxdpp.pipeline.partition.balanced_partition import COMMUNICATOR_BYTES, MESSAGES_HELD
 from nxdpp.planning.layer_times import BUCKET_BYTES
 from nxdpp.planning.layout import SHARDED, Layout
 from nxdpp.planning.stage_costs import Itemsizes, RankState, StageCosts

@@ -20,6 +20,7 @@ import inspect
 import logging
 import re
 from collections.abc import Iterator
+from itertools import islice
 from types import CodeType, FrameType
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -106,25 +107,20 @@ def refuse_hook(hook: Any) -> None:
 
 def refuse_lister(frame: FrameType | None) -> None:
     """Raise ``RuntimeError`` if ``frame`` lists modules for the constructor of ``FullyShardedDataParallel``."""
-    for _ in range(_DEPTH):
-        if frame is None:
-            return
-        place = frame.f_globals.get("__name__"), frame.f_code.co_name
+    for each in islice(outwards(frame), _DEPTH):
+        place = each.f_globals.get("__name__"), each.f_code.co_name
         if place == ("torch.distributed.fsdp.fully_sharded_data_parallel", "__init__"):
             raise RuntimeError(_SHARDED)
-        frame = frame.f_back
 
 
 def refuse_average(frame: FrameType | None, view: nn.Module) -> None:
     """Raise ``RuntimeError`` if ``frame`` lists ``view`` for an ``AveragedModel`` of other parameters."""
-    for _ in range(_DEPTH):
-        if frame is None:
-            return
-        if frame.f_code is AveragedModel.update_parameters.__code__:
-            averaged, own = (sum(1 for _ in each.parameters()) for each in (frame.f_locals["self"].module, view))
+    for each in islice(outwards(frame), _DEPTH):
+        if each.f_code is AveragedModel.update_parameters.__code__:
+            models = each.f_locals["self"].module, view
+            averaged, own = (sum(1 for _ in model.parameters()) for model in models)
             if averaged != own:
                 raise RuntimeError(_AVERAGE.format(averaged, own))
-        frame = frame.f_back
 
 
 def warn_of_whole_copy(frame: FrameType | None, whole: nn.Module | None, part: nn.Module) -> None:

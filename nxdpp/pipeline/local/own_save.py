@@ -1,6 +1,7 @@
 """``save_pretrained``, ``state_dict`` and pickles of a model of which one rank holds a part."""
 
-from collections.abc import Iterator
+import os
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
@@ -10,6 +11,18 @@ from torch import nn
 
 from nxdpp.tracing.modules.listings import modules
 
+# Arguments of transformers' save_pretrained that nxdpp.save_pretrained follows.
+_SAVE = {
+    "distributed_checkpoint": False,
+    "max_shard_size": "50GB",
+    "push_to_hub": False,
+    "safe_serialization": True,
+    "save_original_format": True,
+    "save_peft_format": True,
+    "state_dict": None,
+    "token": None,
+    "variant": None,
+}
 _are_names_wanted = ContextVar("a state dict is read for its names", default=False)
 
 
@@ -65,3 +78,24 @@ def _without_values(name: str, what: str) -> str:
         f"model.local_state_dict() has this rank's part. On every rank, nxdpp.gather_state_dict(model) returns the "
         f"whole on rank 0, and nxdpp.save_checkpoint and nxdpp.save_pretrained write it."
     )
+
+
+def save_directory_of(
+    model: Any, directory: str | os.PathLike[str], positional: Sequence[Any], arguments: Mapping[str, Any]
+) -> None:
+    """Call ``nxdpp.save_pretrained(model, directory)``. Raises ``ValueError`` for arguments of another save."""
+    if positional:
+        raise ValueError(
+            f"save_pretrained of a pipelined model takes the directory and is_main_process by position, and was given "
+            f"{len(positional)} more: {', '.join(type(value).__name__ for value in positional)}. Leave them out: it "
+            f"writes the weights of all ranks."
+        )
+    others = [name for name, value in arguments.items() if name not in _SAVE or value != _SAVE[name]]
+    if others:
+        raise ValueError(
+            f"save_pretrained of a pipelined model writes the weights of all ranks, in files of at most 1 GB, and has "
+            f"no {', '.join(others)}. Leave it out. To push, upload the directory from one process afterwards."
+        )
+    from nxdpp.checkpoint.huggingface.save import save_pretrained
+
+    save_pretrained(model, directory)

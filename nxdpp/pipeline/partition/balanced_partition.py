@@ -6,12 +6,13 @@ from dataclasses import dataclass, replace
 import torch
 from torch import fx, nn
 
+from nxdpp.devices.kinds import kind_of
 from nxdpp.pipeline.partition.assignment import assign_layers
 from nxdpp.pipeline.partition.layer_costs import layer_costs, shared_bytes
-from nxdpp.pipeline.partition.transport_bytes import transport_bytes
 from nxdpp.ranks import parallel_state
 from nxdpp.ranks.exchange import Exchange
 from nxdpp.ranks.faults.board import board
+from nxdpp.ranks.transfer_groups import communicators
 from nxdpp.schedules.balance import MemoryLimit, balanced_cuts
 from nxdpp.schedules.chosen import ChosenSchedule
 from nxdpp.schedules.memory import in_flight
@@ -20,6 +21,10 @@ from nxdpp.tracing.costs.measure import measure_nodes
 from nxdpp.tracing.graph.trace import TracedGraph
 
 _CPU = torch.device("cpu")
+# A communicator of NCCL with its default buffers. The figure is published; it was not measured here.
+COMMUNICATOR_BYTES = 100 * 2**20
+# The most receives that a family posts ahead, and two sends in flight each way: their memory is freed late.
+MESSAGES_HELD = 7 + 2 * 2
 
 
 @dataclass(frozen=True)
@@ -104,3 +109,32 @@ def measured_costs(
     seconds = measure_nodes(traced, module, batch, assign_layers(traced, module, traced.layers), device)
     node_costs = count_costs(traced, module, batch, device)
     return {node: replace(cost, work=sum(seconds.get(node, ()))) for node, cost in node_costs.items()}
+
+
+def transport_bytes(
+    traced: TracedGraph,
+    node_costs: Mapping[fx.Node, NodeCost],
+    device: torch.device,
+    ranks: int,
+    replicas: int,
+    tensor: int = 1,
+) -> int:
+    """Return the bytes that the transport takes on each rank: communicators, and the messages that it holds.
+
+    On the CPU gloo's connections have buffers of kilobytes, and host memory frees a message at once. A link of shared
+    memory keeps slots for the messages that were in flight at once; only a plan for CPUs counts them (``rank_memory``).
+
+    Args:
+        traced: the graph of a microbatch.
+        node_costs: cost of each of its nodes.
+        device: device of the stages.
+        ranks: number of ranks of the pipeline.
+        replicas: number of data-parallel replicas.
+        tensor: tensor-parallel size.
+    """
+    if kind_of(device.type).backend == "gloo":
+        return 0
+    layers = [node for node in node_costs if node.op == "call_module" and node.target in traced.layers]
+    # The largest value that a layer sends to another stage.
+    message = max((node_costs[node].output_bytes for node in layers), default=0)
+    return communicators(ranks, replicas, tensor) * COMMUNICATOR_BYTES + MESSAGES_HELD * message

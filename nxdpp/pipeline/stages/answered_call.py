@@ -17,12 +17,14 @@ from nxdpp.tracing.graph.calls import OpaqueCall
 from nxdpp.tracing.models.huggingface import asks_for_positions
 
 
-class AnsweredCall:
-    """``call`` of a function or a module, for which the host waits for no input of the step (``host_answers``)."""
-
+class _NamedCall:
     def __init__(self, call: Callable[..., Any]) -> None:
         self._call = call
         self.__name__ = getattr(call, "__name__", type(call).__name__)
+
+
+class AnsweredCall(_NamedCall):
+    """``call`` of a function or a module, for which the host waits for no input of the step (``host_answers``)."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call it, and answer its questions."""
@@ -32,17 +34,13 @@ class AnsweredCall:
             return self._call(*args, **kwargs)
 
 
-class FollowedCall:
-    """``function``, whose results the host can compute too."""
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        self._function = function
-        self.__name__ = getattr(function, "__name__", type(function).__name__)
+class FollowedCall(_NamedCall):
+    """``call`` of a function, whose results the host can compute too."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the function, and note the call."""
-        result = self._function(*args, **kwargs)
-        note_call(result, self._function, args, kwargs)
+        result = self._call(*args, **kwargs)
+        note_call(result, self._call, args, kwargs)
         return result
 
 

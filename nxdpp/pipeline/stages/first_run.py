@@ -17,6 +17,7 @@ Later runs cost nothing.
 import operator
 from collections import UserDict
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -58,61 +59,55 @@ class FirstRun:
             node.target = _Watched(node.target, node.target.__name__, [], self._state, None)
 
 
+@dataclass(eq=False, repr=False)
 class _Watched:
-    def __init__(
-        self,
-        call: Any,
-        name: str,
-        given: Sequence[int | str],
-        state: ReachableState | None,
-        shared: SharedObjects | None,
-    ) -> None:
-        self.__name__ = "watched"
-        self._call = call
-        self._name = name
-        self._given = given
-        self._state = state
-        self._shared = shared or None
+    __name__ = "watched"
+
+    call: Any
+    name: str
+    given: Sequence[int | str]
+    state: ReachableState | None
+    shared: SharedObjects | None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        given = {name: value for name, value in _arguments(args, kwargs) if name in self._given}
-        state = None if self._state is None else self._state.snapshot()
-        shared = None if self._shared is None else self._shared.snapshot()
+        given = {name: value for name, value in _arguments(args, kwargs) if name in self.given}
+        state = None if self.state is None else self.state.snapshot()
+        shared = self.shared.snapshot() if self.shared else None
         data = DataWalk(given)
-        content = DataOfModule(self._call) if isinstance(self._call, nn.Module) else None
-        output = self._call(*args, **kwargs)
-        if self._state is not None and state is not None:
-            changes = [change for change in differences(state, self._state.snapshot()) if change.is_of_values]
+        content = DataOfModule(self.call) if isinstance(self.call, nn.Module) else None
+        output = self.call(*args, **kwargs)
+        if self.state is not None and state is not None:
+            changes = [change for change in differences(state, self.state.snapshot()) if change.is_of_values]
             self._refuse(changes)
         self._refuse_arguments(differences(data, DataWalk(given)))
-        if self._shared is not None and shared is not None:
-            self._refuse_shared(shared.first_change(self._shared.snapshot()))
+        if self.shared is not None and shared is not None:
+            self._refuse_shared(shared.first_change(self.shared.snapshot()))
         if content is not None:
-            content.refuse_changes(self._name, (args, kwargs), output)
+            content.refuse_changes(self.name, (args, kwargs), output)
             self._refuse_attributes(output)
         return output
 
     def _refuse(self, changes: list[ChangedState]) -> None:
         if changes:
             raise RuntimeError(
-                f"{self._name} changes {changes[0]}, and the code between the layers reads it; in a pipeline the "
-                f"change would be lost. Return the value from {self._name}, or set it as an attribute of the module "
+                f"{self.name} changes {changes[0]}, and the code between the layers reads it; in a pipeline the "
+                f"change would be lost. Return the value from {self.name}, or set it as an attribute of the module "
                 f"(self.name = value in its forward), which is read after its run."
             )
 
     def _refuse_arguments(self, changes: list[ChangedState]) -> None:
         if changes:
             raise RuntimeError(
-                f"{self._name} changes its argument {changes[0]}, and other users of it may be elsewhere; in a "
-                f"pipeline the change would be lost. Return a new object with the value from {self._name}, and leave "
+                f"{self.name} changes its argument {changes[0]}, and other users of it may be elsewhere; in a "
+                f"pipeline the change would be lost. Return a new object with the value from {self.name}, and leave "
                 f"the argument as it is: return {{**state, 'x': x}}, or return [*states, x]."
             )
 
     def _refuse_shared(self, path: str | None) -> None:
         if path is not None:
             raise RuntimeError(
-                f"{self._name} changes {path}, which modules of other stages may read; each stage has a "
-                f"copy, and the change would be lost there. Return the value from {self._name}, in place of storing "
+                f"{self.name} changes {path}, which modules of other stages may read; each stage has a "
+                f"copy, and the change would be lost there. Return the value from {self.name}, in place of storing "
                 f"it there, and give it to the later modules as an argument. If it is a table that the first run "
                 f"fills, run the model once before wrapping it, with inputs of the greatest length."
             )
@@ -124,7 +119,7 @@ class _Watched:
                 names = [name for name in vars(tensor) if not name.startswith((DYNAMO_MARKS.name, *MARKS))]
                 if names:
                     raise RuntimeError(
-                        f"{self._name} returns a tensor with the attribute {names[0]}, which a tensor loses between "
+                        f"{self.name} returns a tensor with the attribute {names[0]}, which a tensor loses between "
                         f"stages. Return the value beside the tensor: return y, value."
                     )
 

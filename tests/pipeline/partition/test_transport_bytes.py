@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from nxdpp.pipeline.partition.balanced_partition import CostPolicy
-from nxdpp.pipeline.partition.transport_bytes import COMMUNICATOR_BYTES, MESSAGES_HELD, transport_bytes
+from nxdpp.pipeline.partition.balanced_partition import COMMUNICATOR_BYTES, MESSAGES_HELD, CostPolicy, transport_bytes
 from nxdpp.ranks.transfer_groups import communicators
 from nxdpp.schedules.chosen import ChosenSchedule
 from nxdpp.schedules.lowering.transport_rules import neighbouring_pairs
