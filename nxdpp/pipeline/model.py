@@ -500,15 +500,6 @@ class NxDPPModel(_Constructor[OnEveryRank, PerMicrobatch], LocalView):
         return [] if self.steps.timer is None else self.steps.timer.action_times
 
     @property
-    def last_sent_bytes(self) -> int:
-        """Bytes of the tensors that this rank has sent to other ranks of its pipeline in the last step.
-
-        They are activations, gradients and copies of tied weights' gradients. The metadata of a first step is not in
-        it, nor are the averages over replicas (``last_average``).
-        """
-        return self.steps.sent_bytes
-
-    @property
     def last_compile_seconds(self) -> float:
         """Seconds of compilations of an XLA device, from the end of the step before to the end of the last step.
 
@@ -579,19 +570,14 @@ class NxDPPModel(_Constructor[OnEveryRank, PerMicrobatch], LocalView):
         """The same as ``gradient_checkpointing_enable``, by its later name in transformers."""
         activation_checkpoint.enable_checkpointing(self, activation_checkpointing_kwargs, arguments)
 
-    def activation_checkpointing_disable(self) -> None:
-        """The same as ``gradient_checkpointing_disable``, by its later name in transformers."""
-        activation_checkpoint.disable_checkpointing(self)
-
     @property
     def is_gradient_checkpointing(self) -> bool:
         """``True`` if this rank recomputes a layer in the backward."""
         return any(activation_checkpoint.is_recomputed(module) for module in self.local_modules())
 
-    @property
-    def is_activation_checkpointing(self) -> bool:
-        """The same as ``is_gradient_checkpointing``."""
-        return self.is_gradient_checkpointing
+    # Their later names in transformers.
+    activation_checkpointing_disable = gradient_checkpointing_disable
+    is_activation_checkpointing = is_gradient_checkpointing
 
     def materialise(self) -> None:
         """Give initial weights to this rank's tensors on the meta device; not collective.

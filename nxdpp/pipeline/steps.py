@@ -98,7 +98,6 @@ class Steps:
         self.timer: StepTimer | None = None
         self.compile_seconds = 0.0
         self.digest = 0
-        self._sent_before = 0
         self._hasher = InputHasher(config.check_inputs)
         self._verifier: StepVerifier | None = None
         self._compiled: Compilations | None = None
@@ -107,12 +106,6 @@ class Steps:
         self._refused: str | None = None
         self._told: set[str] = set()
         part.follower = self
-
-    @property
-    def sent_bytes(self) -> int:
-        """Bytes of the tensors that this rank has sent to other ranks of the pipeline in the last step."""
-        opened = self.engines.opened
-        return 0 if opened is None else max(0, opened.sent_bytes - self._sent_before)
 
     def trace(self, inputs: Mapping[str, Any]) -> None:
         """Trace a microbatch of ``inputs``, a whole batch, in the present training mode; not collective."""
@@ -345,7 +338,6 @@ class Steps:
         for each in participants:
             each.after(step)
         # Run.
-        self._sent_before = self.engines.transport(device).sent_bytes
         timeline = self.engines.timeline
         recorded = nullcontext() if timeline is None else timeline.step(device, train)
         with failure_watch.reported(), recorded:

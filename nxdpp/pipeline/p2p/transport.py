@@ -152,7 +152,6 @@ class Transport:
     Attributes:
         device: device of the tensors.
         is_in_host_memory: ``True`` if messages are sent and received in host memory.
-        sent_bytes: bytes of all tensors that this rank has sent so far, without the objects that describe them.
     """
 
     def __init__(
@@ -177,7 +176,6 @@ class Transport:
         self._sending: dict[int, tuple[_GroupCall, int, HostLink | None]] = {}
         self._metadata_sends: deque[tuple[Transfer, torch.Tensor]] = deque()
         self.is_in_host_memory = self._wire_device.type == "cpu"
-        self.sent_bytes = 0
 
     def post_receive(
         self, layout: TensorLayout, source: int, direction: Direction, tag: int
@@ -241,7 +239,6 @@ class Transport:
         if tensor.is_conj() or tensor.is_neg() or not (self._through_host or tensor.data_ptr()):
             memory = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=tensor.device)
             tensor = memory.copy_(tensor)
-        self.sent_bytes += tensor.nbytes
         if destination not in self._sending:
             group, _, number = self._groups.between(self._rank, destination)
             self._sending[destination] = group.send, number, self._groups.links.get(destination)

@@ -34,7 +34,6 @@ class Engines:
 
     Attributes:
         known: by program and signature, each engine with the digest of its steps.
-        opened: the transfers to other ranks, since the last change of the stages.
         timeline: writes each step to the timeline's file; ``None`` without one.
     """
 
@@ -45,7 +44,7 @@ class Engines:
         self._loss_gradient = config.loss_gradient
         path = config.trace_file_path
         self.timeline = None if path is None else StepTimeline(check_path(path), schedule.name)
-        self.opened: Transport | None = None
+        self._transport: Transport | None = None
         self.known: WeakKeyDictionary[RankStages, LastUsed[Any, tuple[Engine, int]]] = WeakKeyDictionary()
         # By the pairs of stages that exchange tensors, whether backwards follow, the microbatches, and the additions.
         self._lowered: dict[Any, tuple[list[Action], int | None]] = {}
@@ -56,7 +55,7 @@ class Engines:
         Raises ``RuntimeError`` for tensors in host memory where the ranks exchange those of devices, and for another
         device than in the steps before.
         """
-        if self.opened is None:
+        if self._transport is None:
             groups = parallel_state.get_pipeline_transfer_groups()
             if groups.backend != "gloo" and not has_streams(device.type):
                 own = parallel_state.local_device()
@@ -66,13 +65,13 @@ class Engines:
                     f"the CPU, initialize_model_parallel(device='cpu')."
                 )
             control = parallel_state.get_pipeline_control_group()
-            self.opened = Transport(groups, control, device, failure_watch.report)
-        elif self.opened.device.type != device.type:
+            self._transport = Transport(groups, control, device, failure_watch.report)
+        elif self._transport.device.type != device.type:
             raise RuntimeError(
-                f"the model is on {device}, and was on {self.opened.device} in the steps before: move it with "
+                f"the model is on {device}, and was on {self._transport.device} in the steps before: move it with "
                 f"model.move_model_to_device(), or call refresh() on every rank after a move of its modules."
             )
-        return self.opened
+        return self._transport
 
     def forget(self) -> None:
         """Drop all engines and the transport after a change of the stages: modules, ``requires_grad`` or device.
@@ -80,7 +79,7 @@ class Engines:
         All ranks of the pipeline must call this. The next step of each signature has a metadata exchange again.
         """
         self.known.clear()
-        self.opened = None
+        self._transport = None
 
     def make(
         self,
