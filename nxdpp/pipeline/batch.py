@@ -23,14 +23,14 @@ from nxdpp.pipeline.local.part import Part
 from nxdpp.pipeline.loss.normalization import LossNormalization
 from nxdpp.pipeline.microbatches.batch_dimension import dimensions_of, rows_of, shapes_of_rows, value_counts
 from nxdpp.pipeline.microbatches.mixed_rows import warn_of_batch_norms
-from nxdpp.pipeline.microbatches.rows import on_device, readable_inputs, readable_opened
+from nxdpp.pipeline.microbatches.rows import on_device, readable_opened
 from nxdpp.pipeline.microbatches.split_batch import check_samples, opened_samples, split_batch
 from nxdpp.pipeline.outputs.joined_outputs import join_outputs
 from nxdpp.pipeline.stages.cut_graph import StepGraphs
 from nxdpp.tracing.models.huggingface import refuse_packed_positions
 from nxdpp.tracing.models.image_rows import names_of_images
 from nxdpp.tracing.models.loss_terms import NUM_ITEMS
-from nxdpp.tracing.values.input_dicts import levels, open_inputs
+from nxdpp.tracing.values.input_dicts import close_inputs, levels, open_inputs
 
 _is_nested = attrgetter("is_nested")
 _requires_grad = attrgetter("requires_grad")
@@ -122,9 +122,10 @@ class Batches:
             return self._split_as_before(inputs, device, known)
         self._check_names(inputs)
         self._part.make_ready()
-        inputs = readable_inputs(inputs, device)
+        if device_of(device).is_lazy:
+            inputs, layout = close_inputs(readable_opened(open_inputs(inputs), device)), None
         self._refuse_packed(open_inputs(inputs))
-        return self._split(inputs, device, None if device_of(device).is_lazy else layout, uneven)
+        return self._split(inputs, device, layout, uneven)
 
     def of_trace(self, inputs: Mapping[str, Any]) -> Batch:
         """Split ``inputs``, which may be on any device, of a part without values too."""

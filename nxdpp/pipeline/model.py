@@ -26,7 +26,7 @@ from nxdpp.gradients.overlapped_average import AverageReport
 from nxdpp.ground.torch_names import MOVE
 from nxdpp.pipeline import activation_checkpoint, arguments
 from nxdpp.pipeline.arguments import call_hooks
-from nxdpp.pipeline.config import PipelineConfig
+from nxdpp.pipeline.config import OnEveryRank, PerMicrobatch, PipelineConfig, Settings
 from nxdpp.pipeline.first_partition import first_partition
 from nxdpp.pipeline.input_names import check_not_positional
 from nxdpp.pipeline.local.changes import ChangeRecord
@@ -40,7 +40,6 @@ from nxdpp.pipeline.local.tree import follow_training_modes
 from nxdpp.pipeline.local.view import LocalView
 from nxdpp.pipeline.local.wrapped_methods import UnlessWrapped
 from nxdpp.pipeline.loss.normalization import LossNormalization
-from nxdpp.pipeline.settings import OnEveryRank, PerMicrobatch, Settings
 from nxdpp.pipeline.stages.program_cache import ProgramCache
 from nxdpp.pipeline.steps import Steps
 from nxdpp.ranks import parallel_state

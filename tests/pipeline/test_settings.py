@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from nxdpp import NxDPPModel
-from nxdpp.pipeline.settings import Settings
+from nxdpp.pipeline.config import Settings
 from tests.support.models import make
 
 pytestmark = pytest.mark.usefixtures("one_rank")

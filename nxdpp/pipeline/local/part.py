@@ -36,7 +36,6 @@ from nxdpp.pipeline.local import half_loaded, tree
 from nxdpp.pipeline.local.changes import ENTRIES, TENSORS, Change, ChangeRecord, parameters_of_all_models
 from nxdpp.pipeline.local.compared_values import ComparedValues
 from nxdpp.pipeline.local.elsewhere_tensors import refuse_calls_elsewhere, take_back
-from nxdpp.pipeline.local.equal_copies import TiedWeight
 from nxdpp.pipeline.local.initial_values import InitialValues, registries
 from nxdpp.pipeline.local.loading import check_state, load_assigning, of_this_rank, without_values
 from nxdpp.pipeline.local.own_save import refuse_own_save
@@ -45,7 +44,7 @@ from nxdpp.pipeline.local.refused_models import refuse_local_wrappers
 from nxdpp.pipeline.local.refused_steps import refuse_wrong_steps
 from nxdpp.pipeline.local.replaced_modules import ReplacementSync
 from nxdpp.pipeline.local.spine_hooks import SpineHooks, warn_of_traced_hooks
-from nxdpp.pipeline.local.tied_weights import TiedWeights
+from nxdpp.pipeline.local.tied_weights import TiedWeight, TiedWeights
 from nxdpp.pipeline.p2p.transport import Transport
 from nxdpp.pipeline.partition.assignment import Owners
 from nxdpp.pipeline.torch_checkpoints import follow_checkpoints

@@ -9,7 +9,7 @@ from torch import nn
 
 from nxdpp.devices.host_answers import can_be_copied, note_host_copy, note_inputs
 from nxdpp.devices.kinds import device_of, has_streams, readable
-from nxdpp.tracing.values.input_dicts import NUMBERS, InputDict, close_inputs, open_inputs
+from nxdpp.tracing.values.input_dicts import NUMBERS, InputDict
 
 _ACCEPTED = (torch.Tensor, *NUMBERS, numpy.bool_, str, type(None), InputDict)
 _ADVICE = (
@@ -43,16 +43,11 @@ def check_kinds(inputs: Mapping[str, Any], device: torch.device, advice: str = _
             _refuse_trained(name, value)
 
 
-def readable_inputs(inputs: Mapping[str, Any], device: torch.device) -> Mapping[str, Any]:
-    """Return the inputs with tensors in host memory if a part of one on ``device`` would be a graph of its own.
+def readable_opened(opened: Mapping[str, Any], device: torch.device) -> Mapping[str, Any]:
+    """Return opened inputs with tensors in host memory if a part of one on ``device`` would be a graph of its own.
 
     A split there would make another graph for each microbatch, and a look at the values one more.
     """
-    return close_inputs(readable_opened(open_inputs(inputs), device)) if device_of(device).is_lazy else inputs
-
-
-def readable_opened(opened: Mapping[str, Any], device: torch.device) -> Mapping[str, Any]:
-    """Return opened inputs as ``readable_inputs`` does."""
     if not device_of(device).is_lazy:
         return opened
     on_it = {

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from nxdpp import NxDPPModel, parallel_state
-from nxdpp.pipeline.local import equal_copies
+from nxdpp.pipeline.local import tied_weights
 from tests.pipeline.local.test_tied_weights import Layer, SeveralTies
 from tests.support.models import make, padded_batch, reference
 from tests.support.run_ranks import run_ranks
@@ -39,7 +39,7 @@ def make_equal(rank: int) -> None:
                     parameter.add_(rank)
         before = dict(wrapped.local_named_parameters())
         kept = {name: parameter.detach().clone() for name, parameter in before.items()}
-        with patch.object(equal_copies, "_PIECE_BYTES", 1000 if transposed else 20):
+        with patch.object(tied_weights, "_PIECE_BYTES", 1000 if transposed else 20):
             wrapped.move_model_to_device()
         first = several_ties().to(dtype).state_dict()
         for name, parameter in wrapped.local_named_parameters():
