@@ -22,22 +22,10 @@ from nxdpp.tracing.modules import listings
 # Attributes that ranks may have different values of: they name a rank or a device, or seed a generator of its own.
 OF_A_RANK = ("rank", "device", "seed")
 # Fields that tell where a model comes from, or name its outputs. Dtypes are compared with the parameters.
-_DESCRIPTIVE = frozenset(
-    {
-        "architectures",
-        "auto_class",
-        "auto_map",
-        "commit_hash",
-        "dtype",
-        "finetuning_task",
-        "id2label",
-        "label2id",
-        "name_or_path",
-        "tokenizer_class",
-        "torch_dtype",
-        "transformers_version",
-    }
-)
+_DESCRIPTIVE = {
+    "architectures", "auto_class", "auto_map", "commit_hash", "dtype", "finetuning_task", "id2label", "label2id",
+    "name_or_path", "tokenizer_class", "torch_dtype", "transformers_version",
+}  # fmt: skip
 _MOST = 4096
 _LONGEST = 100
 _SHOWN = 4

@@ -16,16 +16,10 @@ from nxdpp.ranks.faults.board import board
 from nxdpp.tracing.code.frames import caller
 
 _HOOKS = (
-    "register_forward_hook",
-    "register_forward_pre_hook",
-    "register_backward_hook",
-    "register_full_backward_hook",
-    "register_full_backward_pre_hook",
-    "register_state_dict_pre_hook",
-    "register_state_dict_post_hook",
-    "register_load_state_dict_pre_hook",
-    "register_load_state_dict_post_hook",
-)
+    "register_forward_hook", "register_forward_pre_hook", "register_backward_hook", "register_full_backward_hook",
+    "register_full_backward_pre_hook", "register_state_dict_pre_hook", "register_state_dict_post_hook",
+    "register_load_state_dict_pre_hook", "register_load_state_dict_post_hook",
+)  # fmt: skip
 
 # Properties of transformers' models, which read the first parameter. Another rank may hold it.
 _OF_TENSORS = ("device", "dtype")

@@ -20,31 +20,21 @@ _OF_THE_PIPELINE = ("part", "steps")
 _BEFORE = "call it on the module before NxDPPModel(module)"
 
 # Methods that would change modules or values which other ranks hold, or which the stages already have.
-_REFUSED: Mapping[str, str] = {
-    "add_adapter": _BEFORE,
-    "add_weighted_adapter": _BEFORE,
-    "delete_adapter": _BEFORE,
-    "dequantize": _BEFORE,
-    "disable_input_require_grads": _BEFORE,
+_ONLY_BEFORE = (
+    "add_adapter", "add_weighted_adapter", "delete_adapter", "dequantize", "disable_input_require_grads", "post_init",
+    "resize_position_embeddings", "resize_token_embeddings", "set_attn_implementation", "set_decoder", "set_encoder",
+    "set_experts_implementation", "set_input_embeddings", "set_output_embeddings", "unload",
+)  # fmt: skip
+_REFUSED: Mapping[str, str] = dict.fromkeys(_ONLY_BEFORE, _BEFORE) | {
     "enable_input_require_grads": f"{_BEFORE}. gradient_checkpointing_enable() and apply_checkpoint do not need it",
     "from_pretrained": "nxdpp.load_pretrained(model, directory), on every rank, loads into this model",
     "init_weights": f"{_BEFORE}, or build the model with nxdpp.deferred_init, and call materialise()",
     "initialize_weights": f"{_BEFORE}, or build the model with nxdpp.deferred_init, and call materialise()",
     "load_adapter": f"{_BEFORE}, and load the values with nxdpp.load_pretrained(model, directory)",
     "merge_and_unload": f"{_BEFORE}, or after save_pretrained(directory) on the model of one process",
-    "post_init": _BEFORE,
     "push_to_hub": "call save_pretrained(directory) on every rank, then upload the directory from one process: "
     "huggingface_hub.upload_folder(repo_id=..., folder_path=directory)",
-    "resize_position_embeddings": _BEFORE,
-    "resize_token_embeddings": _BEFORE,
-    "set_attn_implementation": _BEFORE,
-    "set_decoder": _BEFORE,
-    "set_encoder": _BEFORE,
-    "set_experts_implementation": _BEFORE,
-    "set_input_embeddings": _BEFORE,
-    "set_output_embeddings": _BEFORE,
     "tie_weights": f"{_BEFORE}. Weights that were tied then stay tied",
-    "unload": _BEFORE,
 }
 
 _MIXED = (

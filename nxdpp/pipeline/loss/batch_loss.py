@@ -25,7 +25,6 @@ from nxdpp.pipeline.microbatches.batch_dimension import BatchDimension, dimensio
 from nxdpp.pipeline.stages.loss import LossGradient
 from nxdpp.schedules.actions import ActionKind, Schedule
 from nxdpp.schedules.chosen import ChosenSchedule
-from nxdpp.schedules.families.registry import FAMILIES
 from nxdpp.tracing.models.loss_function import nodes_of, verify_leaves
 from nxdpp.tracing.values.input_dicts import close_inputs, open_inputs
 from nxdpp.tracing.values.nested import flatten, leaves_of
@@ -36,21 +35,11 @@ def check_forwards_first(schedule: ChosenSchedule) -> None:
     last = schedule.placement.stages - 1
     if _forwards_come_first(schedule.training, last):
         return
-    ranks, microbatches = schedule.ranks, schedule.microbatches
-    fitting = [name for name in FAMILIES if _is_fitting(name, ranks, microbatches)]
     raise ValueError(
-        f"loss_over='batch' computes the loss when the last stage has the outputs of all {microbatches} microbatches, "
-        f"and schedule={schedule.name[:40]!r} has a backward there before. Schedules with all forwards first: "
-        f"{', '.join(map(repr, fitting))}. They keep the activations of all microbatches."
+        f"loss_over='batch' computes the loss when the last stage has the outputs of all {schedule.microbatches} "
+        f"microbatches, and schedule={schedule.name[:40]!r} has a backward there before. Schedules with all forwards "
+        f"first: 'gpipe', 'looped-bfs'. They keep the activations of all microbatches."
     )
-
-
-def _is_fitting(name: str, ranks: int, microbatches: int) -> bool:
-    try:
-        chosen = ChosenSchedule(name, ranks, microbatches, 1)
-        return _forwards_come_first(chosen.training, chosen.placement.stages - 1)
-    except ValueError:
-        return False
 
 
 def _forwards_come_first(schedule: Schedule, stage: int) -> bool:

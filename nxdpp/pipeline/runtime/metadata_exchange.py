@@ -17,17 +17,11 @@ from nxdpp.pipeline.stages.split import StagePlan
 from nxdpp.tracing.graph.checks import passes_on
 from nxdpp.tracing.graph.errors import model_line
 
-_aten = torch.ops.aten
 # Operations that make a new tensor from the metadata of another.
 _LIKE = {
-    _aten.empty_like.default,
-    _aten.full_like.default,
-    _aten.new_empty.default,
-    _aten.new_full.default,
-    _aten.new_ones.default,
-    _aten.new_zeros.default,
-    _aten.ones_like.default,
-    _aten.zeros_like.default,
+    getattr(torch.ops.aten, name).default
+    for made in ("empty", "full", "ones", "zeros")
+    for name in (f"{made}_like", f"new_{made}")
 }
 
 
