@@ -119,8 +119,7 @@ class PipelineConfig(Settings[bool, bool]):
         arguments.check_manual(self)
         if self.manual_pp_partition:
             self.module, self.transformer_layer_cls, self.pipeline_cuts, self.loss_fn = manual_model(
-                *(self.module, self.virtual_pipeline_size),
-                *(self.manual_pp_stage_partition_fn, self.manual_pp_loss_fn),
+                *(self.module, self.virtual_pipeline_size), *(self.manual_pp_stage_partition_fn, self.manual_pp_loss_fn)
             )
 
     def check(self) -> None:

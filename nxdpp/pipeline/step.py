@@ -140,11 +140,7 @@ class StepPreparation:
         return any(map(self._normalization.takes_number, self._graphs(batch).cuts))
 
     def with_loss(
-        self,
-        batch: Batch,
-        transform: LossTransform | None = None,
-        train: bool = True,
-        graphs: StepGraphs | None = None,
+        self, batch: Batch, transform: LossTransform | None = None, train: bool = True, graphs: StepGraphs | None = None
     ) -> Step:
         """Prepare a step that ends with the loss of ``batch``, of which ``transform`` is differentiated in training."""
         graphs = self._programs.graphs_of(batch.distinct, batch.layout) if graphs is None else graphs

@@ -158,10 +158,7 @@ class Steps:
             return Evaluation(None, self._batches.joined(outputs, step.batch, step.graphs) if outputs else None)
 
     def train_samples(
-        self,
-        samples: Sequence[Mapping[str, Any]],
-        transform: LossTransform | None = None,
-        average: bool = True,
+        self, samples: Sequence[Mapping[str, Any]], transform: LossTransform | None = None, average: bool = True
     ) -> list[Any]:
         """Run forward and backward of ``samples``, each a microbatch as it is; collective over the pipeline.
 

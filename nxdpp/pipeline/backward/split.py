@@ -97,10 +97,7 @@ class SplitBackward:
     """
 
     def __init__(
-        self,
-        analysis: BackwardAnalysis,
-        received: Sequence[GradientEdge],
-        roots: Sequence[torch.Tensor | GradientEdge],
+        self, analysis: BackwardAnalysis, received: Sequence[GradientEdge], roots: Sequence[torch.Tensor | GradientEdge]
     ) -> None:
         self._received = list(received)
         self._roots = [root if isinstance(root, GradientEdge) else get_gradient_edge(root) for root in roots]

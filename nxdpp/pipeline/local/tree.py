@@ -6,12 +6,7 @@ import torch
 from torch import nn
 
 from nxdpp.ground.torch_names import BUFFERS, MODULES, NON_PERSISTENT, PARAMETERS
-from nxdpp.pipeline.local.elsewhere_tensors import (
-    ElsewhereTensor,
-    buffer_elsewhere,
-    is_freed,
-    parameter_elsewhere,
-)
+from nxdpp.pipeline.local.elsewhere_tensors import ElsewhereTensor, buffer_elsewhere, is_freed, parameter_elsewhere
 from nxdpp.pipeline.local.local_module import LocalModule
 from nxdpp.pipeline.local.own_save import refuse_own_state
 from nxdpp.pipeline.partition.assignment import Owners

@@ -61,11 +61,7 @@ def check_layers_ran(traced: TracedGraph, layers: Sequence[str]) -> None:
 
 
 def assign_nodes(
-    traced: TracedGraph,
-    root: nn.Module,
-    layer_stages: Mapping[str, int],
-    stages: int,
-    owners: Owners | None = None,
+    traced: TracedGraph, root: nn.Module, layer_stages: Mapping[str, int], stages: int, owners: Owners | None = None
 ) -> dict[fx.Node, int]:
     """Return the stage of each node that has one.
 

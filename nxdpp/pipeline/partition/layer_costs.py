@@ -91,10 +91,7 @@ def layers_and_head(traced: TracedGraph, root: nn.Module) -> tuple[list[str], di
 
 
 def activation_bytes(
-    nodes: Iterable[fx.Node],
-    node_costs: Mapping[fx.Node, NodeCost],
-    traced: TracedGraph,
-    without: Iterable[str] = (),
+    nodes: Iterable[fx.Node], node_costs: Mapping[fx.Node, NodeCost], traced: TracedGraph, without: Iterable[str] = ()
 ) -> int:
     """Return the bytes that ``nodes`` together keep for the backward of one microbatch.
 

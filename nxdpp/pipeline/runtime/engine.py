@@ -31,10 +31,7 @@ from nxdpp.schedules.actions import BACKWARDS, COMPUTE, TRANSFERS, Action, Actio
 from nxdpp.schedules.lowering.additions import compute_of
 from nxdpp.tracing.code.raised_line import note_line
 
-_RECEIVES = {
-    ActionKind.RECEIVE_ACTIVATION: Direction.ACTIVATION,
-    ActionKind.RECEIVE_GRADIENT: Direction.GRADIENT,
-}
+_RECEIVES = {ActionKind.RECEIVE_ACTIVATION: Direction.ACTIVATION, ActionKind.RECEIVE_GRADIENT: Direction.GRADIENT}
 _SENDS = {ActionKind.SEND_ACTIVATION: Direction.ACTIVATION, ActionKind.SEND_GRADIENT: Direction.GRADIENT}
 _RELEASES = {ActionKind.RELEASE_ACTIVATION: Direction.ACTIVATION, ActionKind.RELEASE_GRADIENT: Direction.GRADIENT}
 _TO_DESTINATIONS = (ActionKind.SEND_ACTIVATION, ActionKind.RELEASE_ACTIVATION, ActionKind.RECEIVE_GRADIENT)

@@ -70,11 +70,7 @@ class StagePlan:
 
 
 def plan_stages(
-    traced: TracedGraph,
-    root: nn.Module,
-    assigned: Mapping[fx.Node, int],
-    results: Sequence[fx.Node],
-    stages: int,
+    traced: TracedGraph, root: nn.Module, assigned: Mapping[fx.Node, int], results: Sequence[fx.Node], stages: int
 ) -> list[StagePlan]:
     """Return the plan of each stage, such that the last stage ends with ``results``.
 
@@ -179,11 +175,7 @@ def _changes_buffers(node: fx.Node, root: nn.Module) -> bool:
 
 
 def _collect(
-    plan: StagePlan,
-    plans: list[StagePlan],
-    wanted: list[fx.Node],
-    root: nn.Module,
-    assigned: Mapping[fx.Node, int],
+    plan: StagePlan, plans: list[StagePlan], wanted: list[fx.Node], root: nn.Module, assigned: Mapping[fx.Node, int]
 ) -> None:
     pending = list(wanted)
     while pending:
