@@ -71,8 +71,8 @@ class Step:
         return given[0]
 
     def losses(self) -> list[torch.Tensor]:
-        """Return the loss of each microbatch. Raises ``ValueError`` for one without labels."""
-        return self.loss.scaled([values[0] for values in self.values if values])
+        """Return the loss of each microbatch, on the last stage's rank. Raises ``ValueError`` for one without labels."""
+        return self.loss.scaled([values[0] for values in self.values]) if self.values else []
 
     def shared_losses(self) -> list[torch.Tensor]:
         """Return the losses on all ranks; collective over the pipeline."""
