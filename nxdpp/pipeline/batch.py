@@ -87,9 +87,7 @@ class Batches:
 
     def __init__(self, part: Part, config: PipelineConfig, normalization: LossNormalization) -> None:
         self.module = part.root
-        self._part = part
-        self._config = config
-        self._normalization = normalization
+        self._part, self._config, self._normalization = part, config, normalization
         self.input_names = None if config.input_names is None else tuple(config.input_names)
         self._loss_function = config.loss_function
         self._changes = part.changes
@@ -203,9 +201,8 @@ class Batches:
         if self._forwards.has_moved:
             self._known.clear()
             self._forwards.settle()
-        if type(inputs) is not dict or {*map(type, inputs.values())} != {torch.Tensor}:
-            return None
-        if self._config.split_inputs_fn is not None:
+        is_plain = type(inputs) is dict and {*map(type, inputs.values())} == {torch.Tensor}
+        if not is_plain or self._config.split_inputs_fn is not None:
             return None
         if any(map(_is_nested, inputs.values())) or any(map(_requires_grad, inputs.values())):
             return None

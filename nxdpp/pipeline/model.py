@@ -220,7 +220,7 @@ class NxDPPModel(_Constructor[OnEveryRank, PerMicrobatch], LocalView):
         agreed = config.agreed_by_ranks(number, schedule, partition)
         programs = ProgramCache(partition, options, config.output_loss_value_spec, self.local_stages, agreed, changes)
         # From here on the parameters of other stages are freed.
-        owners = partition.owners_by_rank(schedule.placement.rank_of)
+        owners = {name: set(map(schedule.placement.rank_of, held)) for name, held in partition.owners.items()}
         self.part = Part(module, owners, self.rank, partition.layers, config.param_init_fn, changes, partition.owners)
         self.steps = Steps(config, partition, schedule, self.part, programs, normalization, exchanges)
         self.local_module = self.part.module

@@ -77,13 +77,9 @@ class ReferenceStep:
     """
 
     def __init__(self, part: Part, owners: Owners, config: PipelineConfig, device: torch.device) -> None:
-        self._part = part
-        self._owners = owners
-        self._config = config
-        self._whole = part.root
-        self._local = part.module
+        self._part, self._owners, self._config, self._device = part, owners, config, device
+        self._whole, self._local = part.root, part.module
         self._group = parallel_state.get_pipeline_control_group()
-        self._device = device
         self._earlier = {name: parameter.grad for name, parameter in listings.named_parameters(part.module)}
         self._losses: list[torch.Tensor] = []
         self._step = StepLoss(())

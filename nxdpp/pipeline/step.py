@@ -71,7 +71,7 @@ class Step:
         return given[0]
 
     def losses(self) -> list[torch.Tensor]:
-        """Return the loss of each microbatch, on the last stage's rank. Raises ``ValueError`` for one without labels."""
+        """Return the loss of each microbatch, on the last rank only. Raises ``ValueError`` for one without labels."""
         return self.loss.scaled([values[0] for values in self.values]) if self.values else []
 
     def shared_losses(self) -> list[torch.Tensor]:

@@ -27,9 +27,7 @@ class InitialValues:
 
     def __init__(self, root: nn.Module, param_init_fn: ParameterInitialiser | None) -> None:
         self._root, self._tree = root, root
-        self._seed = torch.initial_seed()
-        self._param_init_fn = param_init_fn
-        self._record = record_of(root)
+        self._seed, self._param_init_fn, self._record = torch.initial_seed(), param_init_fn, record_of(root)
         self._first_names = _first_names(root)
         self._built_on_meta: frozenset[str] = frozenset()
         self.is_made_at_once = param_init_fn is not None or self._record is not None

@@ -108,9 +108,7 @@ class Part:
         local, elsewhere = tree.local_names(owners, rank), tree.names_elsewhere(owners, rank)
         tree.check_not_freed(root, local)
         take_back(root)
-        self.root = root
-        self.rank = rank
-        self._layers = layers
+        self.root, self.rank, self._layers = root, rank, layers
         self.follower: Follower | None = None
         self.shards: RankShards | None = None
         # Names that share a tensor are found while the model is whole: freeing replaces tensors.

@@ -106,11 +106,9 @@ class TiedWeights:
         named_only: Collection[str] = (),
         of_stages: Sequence[str] = (),
     ) -> None:
-        self._module = module
+        self._module, self._rank, self._named_only = module, rank, named_only
         self._weights = list(weights)
         self._copies = [module.get_parameter(weight.name) for weight in weights]
-        self._rank = rank
-        self._named_only = named_only
         self._of_stages = [(name, module.get_parameter(name)) for name in of_stages]
         self.has_weights = bool(weights or of_stages)
         self._sends: list[tuple[Transfer, torch.Tensor]] = []

@@ -68,9 +68,7 @@ class BatchLoss:
     ) -> None:
         self.loss = torch.zeros(())
         self.__name__ = getattr(function, "__name__", type(function).__name__)
-        self._function = function
-        self._dimension = batch_dimension
-        self._loss_gradient = loss_gradient
+        self._function, self._dimension, self._loss_gradient = function, batch_dimension, loss_gradient
         self._step: _CollectedStep | None = None
 
     def begin(

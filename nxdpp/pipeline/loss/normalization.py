@@ -58,14 +58,11 @@ class LossNormalization:
     """
 
     def __init__(self, module: nn.Module, config: PipelineConfig, exchanges: ReplicaExchanges) -> None:
-        self._module = module
-        self._config = config
-        self._rule = config.loss_normalization
-        self._count_items = config.count_items_fn
+        self._module, self._config, self._exchanges = module, config, exchanges
+        self._rule, self._count_items = config.loss_normalization, config.count_items_fn
         self._loss_spec = config.output_loss_value_spec
         self.is_of_microbatches = self._rule == "microbatch"
         self.by_keyword = self._rule == "tokens" and self._count_items is None
-        self._exchanges = exchanges
         self._has_warned = False
         self._terms: WeakKeyDictionary[CutGraph, _Terms] = WeakKeyDictionary()
 

@@ -75,10 +75,6 @@ class Partition:
         """Names of the parameters, and of the changing buffers, that ``stage`` holds."""
         return [name for name, stages in self.owners.items() if stage in stages]
 
-    def owners_by_rank(self, rank_of: Callable[[int], int]) -> assignment.Owners:
-        """Return the ranks that hold each parameter. ``rank_of`` maps a stage to its rank."""
-        return {name: {rank_of(stage) for stage in stages} for name, stages in self.owners.items()}
-
     def assign(self, traced: TracedGraph) -> dict[fx.Node, int]:
         """Return the stage of each node of another graph of the same model.
 

@@ -38,8 +38,7 @@ class Engines:
     """
 
     def __init__(self, config: PipelineConfig, schedule: ChosenSchedule, rank: int) -> None:
-        self._schedule = schedule
-        self._rank = rank
+        self._schedule, self._rank = schedule, rank
         self._keep_outputs = not config.deallocate_pipeline_outputs
         self._loss_gradient = config.loss_gradient
         path = config.trace_file_path
@@ -110,13 +109,7 @@ class Engines:
             self._lowered[key] = lowered, in_flight_limit(compute, edges, rules) if is_limited else None
         actions, in_flight = self._lowered[key]
         config = EngineConfig(
-            self._schedule.placement,
-            self._rank,
-            microbatches,
-            device,
-            train,
-            self._keep_outputs,
-            in_flight,
+            *(self._schedule.placement, self._rank, microbatches, device, train, self._keep_outputs, in_flight),
             in_order=rules.posted_ahead is None,
             loss_gradient=self._loss_gradient,
             forms=signature.forms,

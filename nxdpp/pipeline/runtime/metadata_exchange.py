@@ -108,12 +108,9 @@ class MetadataExchange:
     ) -> None:
         self.placeholders: dict[str, Any] = {}
         self.sharing_memory: list[str] = []
-        self._plan = plan
-        self._channels_in = channels_in
-        self._channels_out = channels_out
-        self._device = device
-        self.is_received = False
-        self.is_sent = False
+        self._plan, self._device = plan, device
+        self._channels_in, self._channels_out = channels_in, channels_out
+        self.is_received = self.is_sent = False
 
     def receive(self, train: bool) -> list[Incoming]:
         """Receive the layouts of the source stages; with ``train`` backwards follow."""

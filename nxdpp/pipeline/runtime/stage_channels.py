@@ -56,9 +56,7 @@ class StageChannels:
     """
 
     def __init__(self, config: EngineConfig, transport: Transport | None, recorder: StepRecorder | None) -> None:
-        self._config = config
-        self._transport = transport
-        self._recorder = recorder
+        self._config, self._transport, self._recorder = config, transport, recorder
         self._peers: dict[int, Peer] = {}
         # By source stage, destination stage and form.
         self._local: dict[tuple[int, int, int], LocalChannel] = {}

@@ -44,9 +44,7 @@ class FirstRun:
     """
 
     def __init__(self, state: ReachableState | None, root: nn.Module, shared: SharedObjects) -> None:
-        self._state = state
-        self._root = root
-        self._shared = shared
+        self._state, self._root, self._shared = state, root, shared
 
     def watch(self, node: fx.Node, original: fx.Node) -> None:
         """Make ``node`` of a stage's graph, a copy of ``original`` of the traced graph, a watched call."""

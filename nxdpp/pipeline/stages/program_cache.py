@@ -99,13 +99,9 @@ class ProgramCache:
         changes: ChangeRecord,
     ) -> None:
         module = partition.module
-        self._changes = changes
+        self._partition, self._module, self._options, self._changes = partition, module, options, changes
+        self._loss_spec, self._local_stages = loss_spec, stages
         self._entries = changes.watch(*ENTRIES)
-        self._partition = partition
-        self._module = module
-        self._options = options
-        self._loss_spec = loss_spec
-        self._local_stages = stages
         self._shared_buffers = SharedBuffers(module, partition.layer_stages)
         self._common = [f"{name}: {value}" for name, value in settings.items()]
         self._common += configuration_lines(module)
