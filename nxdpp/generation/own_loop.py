@@ -43,13 +43,13 @@ def generate_by_own_loop(
     signature = inspect.signature(root.forward)
 
     def forward(*values: Any, **named: Any) -> Any:
-        evaluation = model.steps.evaluate(_by_name(signature, values, named), everywhere=True)
-        if evaluation.losses is not None:
+        losses, output = model.steps.evaluate(_by_name(signature, values, named), everywhere=True)
+        if losses is not None:
             raise RuntimeError(
                 f"the generate of {type(root).__name__} calls a forward that returns a loss, and needs the model's "
                 f"output: call it without labels there, or generate with run_eval(..., everywhere=True)."
             )
-        return evaluation.output
+        return output
 
     methods = {"__call__": staticmethod(forward), "forward": staticmethod(forward)}
     with board.call("generate", "call", "pipeline", has_limit=True):

@@ -391,10 +391,8 @@ class NxDPPModel(_Constructor[OnEveryRank, PerMicrobatch], LocalView):
             )
         with board.call("run_eval", "step", "pipeline", has_limit=True):
             check_not_positional(self.original_module, positional)
-            evaluation = self.steps.evaluate(inputs, everywhere)
-            if evaluation.losses is None:
-                return evaluation.output
-            return self._return_loss(evaluation.losses, train=False, everywhere=everywhere)
+            losses, output = self.steps.evaluate(inputs, everywhere)
+            return output if losses is None else self._return_loss(losses, train=False, everywhere=everywhere)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Scale the gradients of the whole model so that their norm is ``max_norm`` at most; return the norm before.

@@ -227,17 +227,3 @@ class StepPreparation:
     def _names_loss(self, graphs: StepGraphs) -> bool:
         """Return whether the graphs of all microbatches name a loss, with which an evaluation then ends."""
         return all(cut.has_named_loss(self._loss_spec) for cut in graphs.cuts)
-
-
-@dataclass(frozen=True)
-class Evaluation:
-    """Result of ``eval_step`` on this rank.
-
-    ``losses`` holds the loss of each microbatch where the model's output names a loss, or is one tensor of shape (). It
-    is ``None`` otherwise. Their mean is the loss.
-    ``output`` is then the model's output, with the microbatches joined as ``joined_outputs`` says. Both are empty on
-    ranks without the last stage, unless they are wanted everywhere.
-    """
-
-    losses: list[torch.Tensor] | None
-    output: Any = None

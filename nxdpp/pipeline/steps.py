@@ -40,7 +40,7 @@ from nxdpp.pipeline.runtime.engine import Engine
 from nxdpp.pipeline.runtime.engines import Engines
 from nxdpp.pipeline.stages.loss import LossTransform
 from nxdpp.pipeline.stages.program_cache import ProgramCache
-from nxdpp.pipeline.step import Evaluation, Step, StepPreparation
+from nxdpp.pipeline.step import Step, StepPreparation
 from nxdpp.pipeline.timeline.clock import StepTimer
 from nxdpp.ranks import current_state, parallel_state
 from nxdpp.ranks.faults import background_errors, failure_watch
@@ -138,24 +138,29 @@ class Steps:
         take: Callable[[Any], Batch] = self._batches.of_microbatches if are_parts else self._batches.of_inputs
         return self._train(take, inputs, self._preparation.with_loss, average).losses()
 
-    def evaluate(self, inputs: Mapping[str, Any], everywhere: bool = False) -> Evaluation:
+    def evaluate(self, inputs: Mapping[str, Any], everywhere: bool = False) -> tuple[list[torch.Tensor] | None, Any]:
         """Run the forward of all microbatches without gradients, as a part of the collective call of the program.
 
         Takes and refuses ``inputs`` as ``train`` does, but any number of rows: some microbatches then have a row more
         than others, and weigh as much more in a mean. With ``everywhere`` all ranks of the pipeline get the losses or
         the output, each a copy.
+
+        Returns:
+            The loss of each microbatch, whose mean is the loss, where the model's output names a loss, or is one tensor
+            of shape (); otherwise ``None``, and the model's output, with the microbatches joined as ``joined_outputs``
+            says. Both are empty on ranks without the last stage, unless they are wanted everywhere.
         """
         step = self._evaluate(self._batches.of_evaluation, inputs, self._preparation.with_named_loss, everywhere)
         if step.has_loss:
-            return Evaluation(step.shared_losses() if everywhere else step.losses())
+            return step.shared_losses() if everywhere else step.losses(), None
         losses = step.lone_losses()
         if losses is not None:
             with failure_watch.reported():
                 scaled = self._preparation.loss_of(step).scaled(losses)
-                return Evaluation(step.shared(scaled) if everywhere else scaled)
+                return step.shared(scaled) if everywhere else scaled, None
         outputs = step.outputs(everywhere)
         with failure_watch.reported():
-            return Evaluation(None, self._batches.joined(outputs, step.batch, step.graphs) if outputs else None)
+            return None, self._batches.joined(outputs, step.batch, step.graphs) if outputs else None
 
     def train_samples(
         self, samples: Sequence[Mapping[str, Any]], transform: LossTransform | None = None, average: bool = True
