@@ -24,7 +24,7 @@ from nxdpp.pipeline.runtime.stage_channels import EngineConfig, StageChannels
 from nxdpp.pipeline.runtime.stage_runner import StageRunner
 from nxdpp.pipeline.stages.cut_graph import StageProgram
 from nxdpp.pipeline.timeline.clock import StepTimer
-from nxdpp.pipeline.timeline.recorder import StepRecorder
+from nxdpp.pipeline.timeline.step_timeline import StepRecorder
 from nxdpp.ranks.faults import failure_watch
 from nxdpp.ranks.faults.board import board
 from nxdpp.schedules.actions import BACKWARDS, COMPUTE, TRANSFERS, Action, ActionKind

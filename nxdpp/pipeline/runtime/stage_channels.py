@@ -11,7 +11,7 @@ from nxdpp.pipeline.p2p.layout import Boundary
 from nxdpp.pipeline.p2p.transport import Transport
 from nxdpp.pipeline.stages.loss import LossGradient
 from nxdpp.pipeline.stages.split import StagePlan
-from nxdpp.pipeline.timeline.recorder import RecordedChannel, StepRecorder
+from nxdpp.pipeline.timeline.step_timeline import RecordedChannel, StepRecorder
 from nxdpp.schedules.placement import ListedPlacement, Placement
 
 
