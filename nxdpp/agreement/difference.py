@@ -16,8 +16,6 @@ from difflib import SequenceMatcher
 from itertools import zip_longest
 from typing import NamedTuple
 
-from nxdpp.agreement.fingerprint import Fingerprint
-
 _LINES_SHOWN = 4
 _LINES_COMPARED = 100
 # Longest line that a message shows whole.
@@ -68,11 +66,6 @@ class Difference(NamedTuple):
     def is_of_graph(self) -> bool:
         """``True`` if the ranks have the same settings and the same model."""
         return self.has == _HAS["graph"]
-
-
-def show_difference(there: str, theirs: Fingerprint, here: str, ours: Fingerprint) -> Difference:
-    """Return the first differences of two ranks' texts; ``there`` and ``here`` name the ranks."""
-    return difference_of(there, theirs.lines, here, ours.lines)
 
 
 def difference_of(there: str, theirs: Sequence[str], here: str, ours: Sequence[str]) -> Difference:

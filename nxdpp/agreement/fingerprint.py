@@ -61,7 +61,8 @@ def parameter_lines(parameters: Iterable[tuple[str, torch.Tensor]]) -> list[str]
 
 def graph_lines(traced: TracedGraph, placed: Mapping[fx.Node, int], root: nn.Module) -> list[str]:
     """A line for each node of a graph: its stage, name, function or module, and arguments."""
-    return [f"{_stage(node, placed)}{node.name} = {_call(node, root)}" for node in traced.graph.nodes]
+    stages = {node: f"stage {placed[node]}" if node in placed else "any stage" for node in traced.graph.nodes}
+    return [f"{stage}: {node.name} = {_call(node, root)}" for node, stage in stages.items()]
 
 
 def canonical(value: Any, depth: int = _DEPTH) -> str:
@@ -116,10 +117,6 @@ def _content(cell: Any) -> Any:
 
 def _name(value: Any) -> str:
     return f"{getattr(value, '__module__', None) or ''}.{value.__qualname__}"
-
-
-def _stage(node: fx.Node, placed: Mapping[fx.Node, int]) -> str:
-    return f"stage {placed[node]}: " if node in placed else "any stage: "
 
 
 def _call(node: fx.Node, root: nn.Module) -> str:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from nxdpp.agreement.difference import show_difference
+from nxdpp.agreement.difference import difference_of
 from nxdpp.agreement.fingerprint import Fingerprint, digest, rank_name
 from nxdpp.agreement.input_hash import SLOTS, InputHashes
 from nxdpp.agreement.same_values import RankValues, Values
@@ -235,7 +235,7 @@ class StepVerifier:
         here, there = self._name(self._rank), self._name(self._rank - 1)
         if theirs is None:
             return f"{here} runs another step than {there}. {_REMEDY}"
-        difference = show_difference(there, theirs.graph, here, ours.graph)
+        difference = difference_of(there, theirs.graph.lines, here, ours.graph.lines)
         pairs = signature_differences(theirs.signature, ours.signature)
         # Other inputs make another graph.
         if pairs and difference.is_of_graph:
@@ -248,7 +248,7 @@ class StepVerifier:
         """Say why a step that both ranks know is new to one of them."""
         previous = self._rank - 1
         here, there = self._name(self._rank), self._name(previous)
-        if theirs is not None and show_difference(there, theirs.graph, here, ours.graph).is_of_modes:
+        if theirs is not None and difference_of(there, theirs.graph.lines, here, ours.graph.lines).is_of_modes:
             return self._difference(theirs, ours)
         changed, unchanged = (here, there) if is_here else (there, here)
         return (

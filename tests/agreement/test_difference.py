@@ -3,7 +3,7 @@
 import pytest
 from transformers import LlamaConfig
 
-from nxdpp.agreement.difference import difference_of, show_difference
+from nxdpp.agreement.difference import difference_of
 from nxdpp.agreement.fingerprint import canonical, fingerprint
 
 SETTING, OTHER_SETTING = "num_microbatches: 2", "num_microbatches: 4"
@@ -50,7 +50,7 @@ def test_a_difference_of_configurations_is_short() -> None:
         texts.append(fingerprint(lines))
     assert len(texts[0].lines[0]) > 600
 
-    difference = show_difference("rank 0", texts[0], "rank 1", texts[1])
+    difference = difference_of("rank 0", texts[0].lines, "rank 1", texts[1].lines)
     assert difference.has == "another graph"
     first, second = difference.lines.splitlines()
     assert first.startswith("  rank 0: stage 0: mask = call_function mask(... ")
