@@ -82,11 +82,6 @@ def _functions(item: Any) -> list[FunctionType]:
     return [unwrap(part) for part in parts if isinstance(part, FunctionType)]
 
 
-def attribute_lines(attributes: Mapping[str, str]) -> list[str]:
-    """A line for each attribute."""
-    return [f"attribute {name} = {value}" for name, value in attributes.items()]
-
-
 def check_same_attributes(there: str, theirs: Mapping[str, str], here: str, ours: Mapping[str, str]) -> None:
     """Raise ``RuntimeError`` if two ranks, which ``there`` and ``here`` name, have different attributes."""
     if theirs == ours:

@@ -78,8 +78,9 @@ class LayerState:
             self._look()
         values = self._values()
         # A tensor with a graph is a result, which no later forward can use.
-        for name in [name for name in self._changing if _has_graph(values[name])]:
-            del values[name]
+        for name in self._changing:
+            if isinstance(values[name], torch.Tensor) and values[name].requires_grad:
+                del values[name]
         mutable = {name: values[name] for name in self._mutable if name in values and _is_mutable(values[name])}
         wanted = mutable if whole else {name: mutable[name] for name in self._changing if name in mutable}
         return Noted(values, {name: _content(value) for name, value in mutable.items()}, _copied(wanted))
@@ -219,10 +220,6 @@ def _sums(output: Any) -> list[torch.Tensor]:
         for leaf in leaves
         if leaf.is_floating_point() and not leaf.is_meta and not device_of(leaf.device).is_lazy
     ]
-
-
-def _has_graph(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.requires_grad
 
 
 def _is_mutable(value: Any) -> bool:

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from nxdpp.agreement.fingerprint import digest
-from nxdpp.agreement.plain_attributes import attribute_lines, configuration_lines, plain_attributes
+from nxdpp.agreement.plain_attributes import configuration_lines, plain_attributes
 from nxdpp.agreement.same_values import InitialWeights, RankValues, sample
 from nxdpp.gradients.shards.local_tensors import is_sharded, local_rows
 from nxdpp.pipeline.local.tied_weights import TiedWeights
@@ -57,7 +57,7 @@ class ComparedValues:
 
     def lines(self) -> list[str]:
         """Return a line for each field of a configuration, and each plain attribute, that the replicas compare."""
-        return [*self._configuration, *attribute_lines(self._attributes)]
+        return [*self._configuration, *(f"attribute {name} = {value}" for name, value in self._attributes.items())]
 
     def note_loaded(self, state_dict: Mapping[str, Any]) -> None:
         """Note a load of ``state_dict``, from which each replica of shards takes other rows."""

@@ -84,7 +84,9 @@ def assign_nodes(
         if node.op == "call_module" and node.target in layer_stages:
             stage = layer_stages[node.target]
             current = stage + 1 if ends[stage] == node.target and stage < stages - 1 else stage
-    return {node: stage for node, stage in assigned.items() if not _is_read_anywhere(node, root)}
+    # Users of a parameter, or of a module itself, read it on their own stages.
+    everywhere = {node for node in assigned if is_parameter(node, root) or uses.is_module(node, root)}
+    return {node: stage for node, stage in assigned.items() if node not in everywhere}
 
 
 def assign_layers(traced: TracedGraph, root: nn.Module, layers: Sequence[str]) -> dict[fx.Node, int]:
@@ -182,11 +184,6 @@ def is_parameter(node: fx.Node, root: nn.Module) -> bool:
         return False
     owner, _, name = str(node.target).rpartition(".")
     return name in PARAMETERS.of(listings.submodule(root, owner))
-
-
-def _is_read_anywhere(node: fx.Node, root: nn.Module) -> bool:
-    """Return whether ``node`` is a parameter or a module itself, which its users read on their own stages."""
-    return is_parameter(node, root) or uses.is_module(node, root)
 
 
 def _belongs_to_a_stage(node: fx.Node, root: nn.Module, stages: Mapping[fx.Node, int]) -> bool:
