@@ -11,8 +11,7 @@
 A new idea that takes part in a step is a participant, or an action.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import fx
@@ -27,43 +26,16 @@ from nxdpp.pipeline.local.part import Part
 from nxdpp.pipeline.local.tied_weights import TiedWeights
 from nxdpp.pipeline.p2p.transport import Transport
 from nxdpp.pipeline.partition.partition import Partition
-from nxdpp.pipeline.reference_step import ReferenceStep
-from nxdpp.pipeline.step import Step
+from nxdpp.pipeline.reference_step import Reference
+from nxdpp.pipeline.step import Participant, Step
 from nxdpp.ranks import parallel_state
 from nxdpp.ranks.faults import failure_watch
 from nxdpp.ranks.group_values import extremes
 from nxdpp.ranks.random_stream import ProgramNumbers, RandomStream, stream_state_of
-from nxdpp.schedules.actions import Action, ActionKind
+from nxdpp.schedules.actions import ActionKind
 from nxdpp.schedules.lowering.additions import AVERAGE, Addition, Around
 from nxdpp.tensor.sequence_parallel import StepGradients
 from nxdpp.tensor.tensor_copies import TensorCopies
-
-
-class Participant:
-    """Something that takes part in training steps; a verb does nothing unless a class says what it does.
-
-    Attributes:
-        additions: actions around the ones of stages.
-        calls: what these actions do, for the compute action that each belongs to.
-    """
-
-    additions: Sequence[Addition] = ()
-    calls: Mapping[ActionKind, Callable[[Action], None]] = MappingProxyType({})
-
-    def add_program(self, program: fx.GraphModule) -> None:
-        """Follow ``program``, which runs a stage, before its first step."""
-
-    def before(self, step: Step) -> None:
-        """Check and prepare this rank before the ranks agree on ``step``: after an error it can continue."""
-
-    def after(self, step: Step) -> None:
-        """Begin ``step``, on which the ranks have agreed; may be collective."""
-
-    def finish(self, step: Step) -> None:
-        """End ``step`` after its last action; may be collective."""
-
-    def abandon(self) -> None:
-        """Undo what a step that has failed has left behind."""
 
 
 class Participants:
@@ -98,7 +70,7 @@ class Participants:
             gradients = StepGradients(part.module)
             self.all += [Sums(ActionKind.SUM_SEQUENCE, gradients, gradients.add_up), Copies(copies, part)]
         if config.check_against_module is not None:
-            self.all.append(Reference(part, partition, config))
+            self.all.append(Reference(part, partition.owners, config))
         self.all += [Replicas(replicas, config.check_inputs != "never"), self.draws]
         self.evaluating: list[Participant] = [self.draws]
 
@@ -158,35 +130,6 @@ class Copies(Participant):
     def after(self, step: Step) -> None:
         """Verify that they are equal."""
         self._copies.verify(self._part.compared.seed)
-
-
-class Reference(Participant):
-    """The first step in one process, with which the pipeline's is compared (``check_against_module``)."""
-
-    def __init__(self, part: Part, partition: Partition, config: PipelineConfig) -> None:
-        self._part, self._partition, self._config = part, partition, config
-        self._reference: ReferenceStep | None = None
-        self._is_over = False
-
-    def before(self, step: Step) -> None:
-        """Note the gradients from before the first step."""
-        self._reference = None
-        if not self._is_over:
-            self._reference = ReferenceStep(self._part, self._partition.owners, self._config, step.device)
-
-    def after(self, step: Step) -> None:
-        """Run the step in one process."""
-        if self._reference is not None:
-            self._reference.run(step.loss, step.whole(self._config))
-
-    def finish(self, step: Step) -> None:
-        """Compare with it."""
-        if self._reference is not None:
-            spec = self._config.output_loss_value_spec
-            losses = [(cut, cut.loss_of_sample(spec)) for cut in step.graphs.cuts]
-            plans = [plan for cut, loss in losses for plan in cut.plans([loss])]
-            self._reference.compare([each[0] for each in step.values if each], plans)
-            self._reference, self._is_over = None, True
 
 
 class Replicas(Participant):

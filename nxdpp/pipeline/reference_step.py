@@ -33,7 +33,7 @@ from nxdpp.pipeline.microbatches.mixed_rows import compare_with_whole, warn_of_n
 from nxdpp.pipeline.microbatches.rows import on_device
 from nxdpp.pipeline.partition.assignment import Owners
 from nxdpp.pipeline.stages.loss import loss_of_sample
-from nxdpp.pipeline.stages.split import StagePlan
+from nxdpp.pipeline.step import Participant, Step
 from nxdpp.ranks import parallel_state
 from nxdpp.ranks.faults import failure_watch
 from nxdpp.ranks.faults.board import board
@@ -66,36 +66,40 @@ _LOSS = "the loss of microbatch"
 _Value = tuple[torch.Tensor, bool]
 
 
-class ReferenceStep:
-    """The step of the unwrapped module; construct it before the step of the pipeline.
+class Reference(Participant):
+    """The first step of the unwrapped module in one process, with which the pipeline's is compared.
 
     Args:
         part: of this rank. Tensors of other ranks are on the meta device in its whole model.
         owners: the stages of each parameter.
         config: settings of the pipeline.
-        device: of the tensors.
     """
 
-    def __init__(self, part: Part, owners: Owners, config: PipelineConfig, device: torch.device) -> None:
-        self._part, self._owners, self._config, self._device = part, owners, config, device
+    def __init__(self, part: Part, owners: Owners, config: PipelineConfig) -> None:
+        self._part, self._owners, self._config = part, owners, config
         self._whole, self._local = part.root, part.module
-        self._group = parallel_state.get_pipeline_control_group()
-        self._earlier = {name: parameter.grad for name, parameter in listings.named_parameters(part.module)}
-        self._losses: list[torch.Tensor] = []
-        self._step = StepLoss(())
-        self._gradients: dict[str, torch.Tensor | None] = {}
+        self._is_over = False
 
-    def run(self, step: StepLoss, whole: Mapping[str, Any] | None = None) -> None:
-        """Run the module before the step of the pipeline; collective over the pipeline.
+    def before(self, step: Step) -> None:
+        """Note the gradients from before the first step."""
+        if not self._is_over:
+            self._device, self._group = step.device, parallel_state.get_pipeline_control_group()
+            self._earlier = {name: parameter.grad for name, parameter in listings.named_parameters(self._local)}
+            self._losses: list[torch.Tensor] = []
+            self._gradients: dict[str, torch.Tensor | None] = {}
 
-        Parameters, buffers, gradients and global random generators are as before. ``step`` is the loss of the step, and
-        ``whole`` has the opened inputs of its whole batch, whose loss is compared with the mean of the microbatches';
-        ``None`` where they are not one batch.
+    def after(self, step: Step) -> None:
+        """Run the step in one process; collective over the pipeline.
+
+        Parameters, buffers, gradients and global random generators are as before. The loss of a batch in one piece is
+        compared with the mean of the microbatches' too.
 
         Raises ``RuntimeError``, on all ranks, for a module that draws random numbers or cannot be run in one process,
         and for compiled modules.
         """
-        self._step = step
+        if self._is_over:
+            return
+        whole = step.whole(self._config)
         values = self._gathered({name: (t.detach().cpu(), t.requires_grad) for name, t in _tensors(self._local)})
 
         def act() -> list[str]:
@@ -105,34 +109,35 @@ class ReferenceStep:
                 one = None if whole is None else self._loss_of_whole(self._copy(values), whole)
                 module = self._copy(values)
                 with _noted_progress(module):
-                    self._train(module, step)
+                    self._train(module, step.loss)
                 if one is not None:
                     compare_with_whole(one, self._losses)
                 return [_DRAWS] if have_moved() else []
 
         self._raise_together(act, "check_against_module cannot compare this step")
 
-    def compare(self, losses: Sequence[torch.Tensor], plans: Sequence[StagePlan]) -> None:
+    def finish(self, step: Step) -> None:
         """Compare after the step of the pipeline; collective over the pipeline.
 
         Numbers are compared bit for bit, and to rounding where a sum has another order than in one process: for tied
         weights, and for all gradients where several stages use one value. Two runs on a GPU may differ too, unless
         deterministic algorithms are chosen.
 
-        Args:
-            losses: of each microbatch, on the rank of the last stage; empty on others.
-            plans: of all stages.
-
         Raises ``RuntimeError``, on all ranks, with what differs and both numbers.
         """
+        if self._is_over:
+            return
+        spec = self._config.output_loss_value_spec
+        plans = [plan for cut in step.graphs.cuts for plan in cut.plans([cut.loss_of_sample(spec)])]
+        losses = [each[0] for each in step.values if each]
         parameters = dict(listings.named_parameters(self._local))
         varies = self._device.type != "cpu" and not torch.are_deterministic_algorithms_enabled()
         in_another_order = varies or any(len(stages) > 1 for plan in plans for stages in plan.sent.values())
 
         tied = {name for names in self._part.aliases for name in names}
 
-        if isinstance(self._step, LossOfBatch):
-            losses = self._step.scaled(losses)
+        if isinstance(step.loss, LossOfBatch):
+            losses = step.loss.scaled(losses)
 
         def act() -> list[str]:
             both = enumerate(zip(losses, self._losses, strict=False))
@@ -145,6 +150,8 @@ class ReferenceStep:
             return different[:_SHOWN] + more
 
         self._raise_together(act, _DIFFERS, _ONLY_GRADIENTS)
+        # Free what only this step needs.
+        self._is_over, self._earlier, self._gradients, self._losses = True, {}, {}, []
 
     def _copy(self, values: Sequence[Mapping[str, _Value]]) -> nn.Module:
         """A copy of the whole module with the present values of all ranks."""

@@ -2,9 +2,11 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
+from torch import fx
 
 from nxdpp.agreement.step_signature import StepSignature
 from nxdpp.pipeline.batch import Batch
@@ -20,6 +22,8 @@ from nxdpp.pipeline.stages.loss import LossTransform
 from nxdpp.pipeline.stages.program_cache import ProgramCache
 from nxdpp.ranks import parallel_state
 from nxdpp.ranks.faults import failure_watch
+from nxdpp.schedules.actions import Action, ActionKind
+from nxdpp.schedules.lowering.additions import Addition
 from nxdpp.tracing.models.loss_terms import NUM_ITEMS
 
 
@@ -107,6 +111,33 @@ class Step:
     def shared(self, own: Any) -> Any:
         """Return the list ``own`` of the rank of the last stage on all ranks; collective over the pipeline."""
         return shared_outputs(own, self.last_rank, parallel_state.get_pipeline_control_group(), self.device)
+
+
+class Participant:
+    """Something that takes part in training steps; a verb does nothing unless a class says what it does.
+
+    Attributes:
+        additions: actions around the ones of stages.
+        calls: what these actions do, for the compute action that each belongs to.
+    """
+
+    additions: Sequence[Addition] = ()
+    calls: Mapping[ActionKind, Callable[[Action], None]] = MappingProxyType({})
+
+    def add_program(self, program: fx.GraphModule) -> None:
+        """Follow ``program``, which runs a stage, before its first step."""
+
+    def before(self, step: Step) -> None:
+        """Check and prepare this rank before the ranks agree on ``step``: after an error it can continue."""
+
+    def after(self, step: Step) -> None:
+        """Begin ``step``, on which the ranks have agreed; may be collective."""
+
+    def finish(self, step: Step) -> None:
+        """End ``step`` after its last action; may be collective."""
+
+    def abandon(self) -> None:
+        """Undo what a step that has failed has left behind."""
 
 
 class StepPreparation:

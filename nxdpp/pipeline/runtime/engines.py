@@ -10,10 +10,10 @@ from nxdpp.agreement.step_signature import LastUsed, StepSignature
 from nxdpp.devices.kinds import device_of, has_streams
 from nxdpp.pipeline.config import PipelineConfig
 from nxdpp.pipeline.p2p.transport import Transport
-from nxdpp.pipeline.participants import Participant
 from nxdpp.pipeline.runtime.engine import Engine
 from nxdpp.pipeline.runtime.stage_channels import EngineConfig
 from nxdpp.pipeline.stages.cut_graph import RankStages
+from nxdpp.pipeline.step import Participant
 from nxdpp.pipeline.timeline.step_timeline import StepTimeline
 from nxdpp.ranks import parallel_state
 from nxdpp.ranks.faults import failure_watch
