@@ -74,7 +74,7 @@ def check_batch(
     batches = {name: size for name, size in sizes.items() if size != 1} or sizes
     if len(set(batches.values())) > 1 and microbatches > 1:
         raise ValueError(
-            f"the inputs disagree on {place}, the batch: {batches}. Give all the same "
+            f"the inputs disagree on {place}, the batch: {batches}. {_flat_targets(inputs, shared)}Give all the same "
             f"batch size. Name tensors that all rows share, such as a mask (T, T), in NxDPPModel(..., shared_inputs="
             f"[NAME]); without it a step in which they had the size of the batch has split them. batch_dimension=1 is "
             f"for rows along dimension 1, (T, B). Or use num_microbatches=1, or give split_inputs_fn, a function of "
@@ -88,6 +88,23 @@ def check_batch(
             f"it out: DataLoader(..., drop_last=True). run_eval takes any number of rows."
         )
     _refuse_lists_of_rows(inputs, batch, microbatches)
+
+
+def _flat_targets(inputs: Mapping[str, Any], shared: Collection[str]) -> str:
+    """Return the remedy for targets (T * B,) beside (T, B), whose rows are not in one piece; ``""`` without such."""
+    tensors = {name: each for name, each in _tensors(inputs).items() if name not in shared}
+    wide = {name: each.size(0) * each.size(1) for name, each in tensors.items() if each.ndim > 1}
+    found = [(name, n) for name, each in tensors.items() for n in wide if each.ndim == 1 and len(each) == wide[n]]
+    if not found:
+        return ""
+    flat, other = found[0]
+    own = flat if flat.isidentifier() else "labels"
+    return (
+        f"{flat} has one dimension, and as many values as {other} has tokens, which cannot be told by rows. Give "
+        f"{flat}.reshape({other}.shape[:2]), and flatten it where the loss is computed, such as in loss_fn=lambda "
+        f"output, {own}: cross_entropy(output.flatten(0, -2), {own}.flatten()). Where {other} is (T, B), set "
+        f"NxDPPModel(..., batch_dimension=1) too. In other cases: "
+    )
 
 
 def _refuse_trained(name: str, tensor: torch.Tensor) -> None:

@@ -110,6 +110,14 @@ def test_inputs_of_other_first_dimensions_name_the_remedy() -> None:
         split_batch(Packed(), batch(), 2, None, CPU)
 
 
+def test_flat_targets_beside_rows_name_their_shape() -> None:
+    inputs = {"ids": torch.zeros(6, 4), "targets": torch.zeros(24)}
+    with pytest.raises(
+        ValueError, match=r"as many values as ids has tokens.*Give targets\.reshape\(ids\.shape\[:2\]\)"
+    ):
+        split_batch(Packed(), inputs, 2, None, CPU)
+
+
 @pytest.mark.parametrize(
     ("function", "kind", "message"),
     [
