@@ -56,6 +56,23 @@ def warn_of_idle_ranks(schedule: ChosenSchedule) -> None:
     )
 
 
+def warn_of_own_listings(module: nn.Module) -> None:
+    """Log a warning for a ``module`` whose class has its own listing of parameters, such as of the trained ones."""
+    own = [name for name in ("parameters", "named_parameters") if _is_overridden(module, name)]
+    if own:
+        _logger.warning(
+            "%s has its own %s(), which the wrapped model does not use: its listings have all parameters of a rank. An "
+            "optimizer gets them all, unless they do not require gradients",
+            type(module).__name__,
+            "() and ".join(own),
+        )
+
+
+def _is_overridden(module: nn.Module, name: str) -> bool:
+    owner = next(cls for cls in type(module).__mro__ if name in vars(cls))
+    return not owner.__module__.startswith("torch.")
+
+
 def check_trained_dtypes(module: nn.Module) -> None:
     """Raise ``RuntimeError`` for a parameter of ``module`` in float16 that is trained.
 

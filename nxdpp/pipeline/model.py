@@ -213,6 +213,7 @@ class NxDPPModel(_Constructor[OnEveryRank, PerMicrobatch], LocalView):
         normalization = LossNormalization(module, config, exchanges)
         normalization.check_example(partition, options)
         warn_of_traced_hooks(module, partition.layers)
+        arguments.warn_of_own_listings(module)
         arguments.warn_of_idle_ranks(schedule)
         self.rank = parallel_state.get_pipeline_model_parallel_rank()
         self.local_stages = schedule.placement.stages_of(self.rank)

@@ -2,17 +2,20 @@
 
 import logging
 import re
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
+from torch import nn
 
 from nxdpp import NxDPPModel, parallel_state
 from nxdpp.pipeline import arguments
 from nxdpp.pipeline.config import PipelineConfig
+from tests.support.kept_messages import KeptMessages
 from tests.support.models import make
 from tests.support.run_ranks import run_ranks
-from tests.support.traced_models import PlainModel
+from tests.support.traced_models import PlainLayer, PlainModel
 
 
 @pytest.mark.parametrize("count", [0, 1.0, "2", None, True, np.float32(2)])
@@ -41,6 +44,20 @@ def test_methods_of_objects_are_refused() -> None:
     PipelineConfig(PlainModel(), autowrap_obj_methods={}).check()
     with pytest.raises(ValueError, match=r"autowrap_obj_methods=.*which parameters a method reads.*leaf_module_cls"):
         PipelineConfig(PlainModel(), autowrap_obj_methods={"model": ["forward"]}).check()
+
+
+class OnlyHead(PlainModel):
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        return self.head.parameters(recurse)
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_class_with_its_own_listing_of_parameters_is_warned_of() -> None:
+    kept = KeptMessages("listings")
+    for model in (OnlyHead(), PlainModel()):
+        NxDPPModel(model, PlainLayer)
+    (message,) = kept.texts
+    assert message.startswith("OnlyHead has its own parameters(), which the wrapped model does not use")
 
 
 def wrap_few(rank: int) -> list[list[str]]:
