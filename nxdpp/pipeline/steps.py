@@ -345,7 +345,8 @@ class Steps:
         with failure_watch.reported(), recorded:
             step.values = step.engine.run(loss)
         if known is None:
-            self.engines.known.setdefault(step.program, LastUsed())[step.signature] = step.engine, step.digest
+            of_program = self.engines.known.setdefault(step.program, LastUsed())
+            of_program[device.type, step.signature] = step.engine, step.digest
         if each_call is not None:
             each_call.warn(self._told)
         self.timer, self.digest = step.engine.timer, step.digest
@@ -401,7 +402,7 @@ class Steps:
         )
         identity = StepIdentity(step.program.graph, step.signature, self.part.initial.origin)
         engines: Mapping[Any, tuple[Engine, int]] = self.engines.known.get(step.program, {})
-        engine, digest = engines.get(step.signature) or (None, identity.digest)
+        engine, digest = engines.get((kind, step.signature)) or (None, identity.digest)
         if self._verifier is None:
             self._verifier = StepVerifier(parallel_state.get_pipeline_control_group())
         begun, draws, optimizers = board.begun, self._participants.draws, self.replicas.optimizers

@@ -33,7 +33,7 @@ class Engines:
         rank: this rank of the pipeline.
 
     Attributes:
-        known: by program and signature, each engine with the digest of its steps.
+        known: by program, type of device and signature, each engine with the digest of its steps.
         timeline: writes each step to the timeline's file; ``None`` without one.
     """
 
