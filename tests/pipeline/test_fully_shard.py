@@ -96,7 +96,7 @@ def wrapped(case: Case, shards: bool) -> tuple[Any, Any]:
         bare = get_peft_model(bare, LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False))
     if parallel_state.get_tensor_model_parallel_size() > 1:
         bare = nxdpp.tensor_parallelize(bare, sequence_parallel="sequence" in extra)
-    scaler = nxdpp.GradScaler("cpu", init_scale=8.0) if extra == "scaler" else None
+    scaler = nxdpp.GradScaler(init_scale=8.0) if extra == "scaler" else None
     given: dict[str, Any] = {} if scaler is None else {"grad_scaler": scaler}
     if extra in ("tokens", "no labels"):
         given["loss_normalization"] = "tokens"

@@ -45,7 +45,7 @@ def save(rank: int) -> list[str]:
     gathered = gather_state_dict(model)
     if gathered is not None:
         assert gathered.keys() == expected.keys()
-        assert all(torch.equal(value, expected[name]) for name, value in gathered.items())
+        assert all(torch.equal(value, expected[name].cpu()) for name, value in gathered.items())
     return messages
 
 

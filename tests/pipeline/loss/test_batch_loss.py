@@ -118,7 +118,7 @@ def _parts(inputs: dict[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
 
 def _scaled() -> None:
     """The scale of a scaler is in the gradients once."""
-    scaler = nxdpp.GradScaler("cpu", init_scale=4.0)
+    scaler = nxdpp.GradScaler(init_scale=4.0)
     common: dict[str, Any] = {
         "num_microbatches": MICROBATCHES,
         "transformer_layer_cls": Layer,

@@ -61,7 +61,8 @@ def move_three_times() -> None:
     before = dict(wrapped.local_named_parameters())
     values = {name: parameter.detach().clone() for name, parameter in before.items()}
     gradients = {name: parameter.grad for name, parameter in before.items()}
-    for device in (None, "cpu", torch.device("cpu")):
+    here = parallel_state.local_device()
+    for device in (None, str(here), here):
         wrapped.move_model_to_device(device)
     for device, message in [("cuda:77", "no device 'cuda:77'"), ("near", "no device 'near'"), ("meta", "no memory")]:
         with pytest.raises(ValueError, match=message):
