@@ -18,6 +18,7 @@ from torch.utils import _device
 from torch.utils import _pytree as pytree
 
 from nxdpp.initialization.recorder import is_recording
+from nxdpp.tracing.graph import errors
 from tests.support.fake_device.device_module import install
 
 _NAME = "fake"
@@ -37,6 +38,8 @@ def call(rank: int, payload: bytes) -> bytes:
     _move_globals()
     args = pytree.tree_map(_moved, args)
     _device.CURRENT_DEVICE = torch.device(_NAME)
+    # A sentence names the line of the model, not that of the mode.
+    vars(errors)["_MACHINERY"] = (*errors._MACHINERY, __file__)
     with _OnDevice():
         result = function(rank, *args)
     torch.accelerator.synchronize()
