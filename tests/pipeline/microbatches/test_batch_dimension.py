@@ -33,14 +33,14 @@ class Classifier(nn.Module):
 
 
 class Recurrent(nn.Module):
-    """A GRU of (T, B, H) beside a skip."""
+    """An RNN of (T, B, H) beside a skip."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.gru = nn.GRU(WIDTH, WIDTH)
+        self.rnn = nn.RNN(WIDTH, WIDTH)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = hidden + self.gru(hidden)[0]
+        result: torch.Tensor = hidden + self.rnn(hidden)[0]
         return result
 
 
