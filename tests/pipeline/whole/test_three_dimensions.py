@@ -81,7 +81,8 @@ def train(rank: int, expected: Training) -> None:
         for name, parameter in wrapped.local_named_parameters():
             theirs = own_part(parameter, expected.parameters[name])
             distance = (parameter.detach() - theirs).norm() / theirs.norm()
-            assert distance < 1e-5, f"{schedule}: {name} differs by {distance:.1e}"
+            # AdamW divides by small numbers: the roundings of a device grow.
+            assert distance < 5e-5, f"{schedule}: {name} differs by {distance:.1e}"
 
 
 def test_each_schedule_equals_one_process() -> None:
