@@ -197,7 +197,7 @@ class RemoteChannel:
             # On a device a gradient is looked at if the first microbatch did not have it: a later one may have it.
             if tensor is MISSING or (entry.is_none and is_mark(tensor)):
                 taken[position] = None
-            elif layout.own_stride is not None or tensor.stride() != layout.stride:
+            elif layout.own_stride is not None or tensor.stride() != layout.stride or tensor.is_cpu != layout.is_cpu:
                 taken[position] = layout.restore(tensor)
         return taken
 

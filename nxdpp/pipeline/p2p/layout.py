@@ -20,6 +20,7 @@ class TensorLayout(Leaf):
 
     ``stride`` are the strides of the dense memory that is sent. ``own_stride`` are the tensor's own, if not dense.
     ``shares_memory``: on the source stage another sent tensor, for example a view, has the same memory.
+    ``is_cpu``: in host memory on the source stage, and so on the destination, whatever the wire's device is.
     """
 
     size: torch.Size
@@ -28,6 +29,7 @@ class TensorLayout(Leaf):
     requires_grad: bool
     shares_memory: bool = False
     own_stride: tuple[int, ...] | None = None
+    is_cpu: bool = False
 
     @property
     def strides(self) -> tuple[int, ...]:
@@ -50,6 +52,7 @@ class TensorLayout(Leaf):
 
     def restore(self, received: torch.Tensor) -> torch.Tensor:
         """Return what was arranged, with its own strides, from the dense memory of ``received``."""
+        received = received.cpu() if self.is_cpu else received
         if received.stride() != self.stride:
             received = received.as_strided(self.size, self.stride)
         return received if self.own_stride is None else with_strides(received, self.own_stride)
@@ -164,7 +167,7 @@ def tensor_layout(tensor: torch.Tensor, shared: Collection[int] = ()) -> TensorL
     dense = torch.empty_like(tensor, device="meta").stride()
     shares = bool(shared) and memory_of(tensor) in shared
     own = None if dense == tensor.stride() else tensor.stride()
-    return TensorLayout(tensor.size(), dense, tensor.dtype, tensor.requires_grad, shares, own)
+    return TensorLayout(tensor.size(), dense, tensor.dtype, tensor.requires_grad, shares, own, tensor.is_cpu)
 
 
 def _show(layout: ValueLayout) -> str:

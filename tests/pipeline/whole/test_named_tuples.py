@@ -15,14 +15,14 @@ WIDTH = 4
 
 
 class Recurrent(nn.Module):
-    """An LSTM over sentences of different lengths."""
+    """An RNN over sentences of different lengths."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.lstm = nn.LSTM(WIDTH, WIDTH, batch_first=True)
+        self.rnn = nn.RNN(WIDTH, WIDTH, batch_first=True)
 
     def forward(self, packed: PackedSequence) -> Any:
-        return self.lstm(packed)[0]
+        return self.rnn(packed)[0]
 
 
 class Packs(nn.Module):
