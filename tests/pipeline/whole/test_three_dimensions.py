@@ -81,8 +81,9 @@ def train(rank: int, expected: Training) -> None:
         for name, parameter in wrapped.local_named_parameters():
             theirs = own_part(parameter, expected.parameters[name])
             distance = (parameter.detach() - theirs).norm() / theirs.norm()
-            # AdamW divides by small numbers: the roundings of a device grow.
-            assert distance < 5e-5, f"{schedule}: {name} differs by {distance:.1e}"
+            # AdamW divides by small numbers: the roundings of other kernels than the CPU's grow.
+            limit = 1e-5 if parallel_state.local_device().type == "cpu" else 5e-5
+            assert distance < limit, f"{schedule}: {name} differs by {distance:.1e}"
 
 
 def test_each_schedule_equals_one_process() -> None:
