@@ -26,8 +26,7 @@ from nxdpp.planning.measured.kept_machine import KeptMachine
 from nxdpp.planning.stage_costs import Itemsizes
 from nxdpp.tensor.collectives import nothing_sent
 from nxdpp.tracing.costs.count import NodeCost, count_costs
-from nxdpp.tracing.costs.cuda_autocast import CudaAutocast
-from nxdpp.tracing.costs.cuda_kernels import CudaKernels
+from nxdpp.tracing.costs.cuda_modes import CudaAutocast, CudaKernels
 from nxdpp.tracing.costs.measure import measure_nodes
 from nxdpp.tracing.costs.node_parts import CountedParts, NodeParts
 from nxdpp.tracing.graph.trace import TracedGraph, TracingOptions, trace_for

@@ -31,7 +31,7 @@ from nxdpp.pipeline.p2p.layout import Boundary, TensorLayout, ValueLayout
 from nxdpp.pipeline.p2p.transport import Transport
 from nxdpp.ranks import current_state, parallel_state, process_groups, transfer_groups
 from nxdpp.ranks.rank_mesh import RankMesh
-from nxdpp.tracing.costs.cuda_kernels import CudaKernels
+from nxdpp.tracing.costs.cuda_modes import CudaKernels
 from tests.support.fake_device import install
 
 _aten = torch.ops.aten

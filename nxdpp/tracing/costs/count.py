@@ -20,8 +20,7 @@ from nxdpp.devices import CUDA
 from nxdpp.devices.collective_bytes import sent_bytes
 from nxdpp.devices.roofline import FLOP_FORMULAS, WorkCounter, machine_balance
 from nxdpp.ground.torch_names import FAKE_MODE, NO_DISPATCH_MODES
-from nxdpp.tracing.costs.cached_casts import cached_casts
-from nxdpp.tracing.costs.node_parts import CountedParts, NodeParts, count_parts
+from nxdpp.tracing.costs.node_parts import CountedParts, NodeParts, cached_casts, count_parts
 from nxdpp.tracing.costs.run_node import (
     NodeRun,
     backward,
@@ -161,7 +160,9 @@ class _Counter:
             return value, _with_parts(run, cost, self._parts, casts), saved
         if run.module is not None and next(listings.parameters(run.module), None) is not None:
             value, cost, saved = _estimate(run, self._balance)
-            return value, replace(cost, parts=_estimated_parts(cost)), saved
+            # Temporary tensors take as much as the saved ones.
+            third, live = cost.work / 3, 2 * cost.saved_bytes
+            return value, replace(cost, parts=NodeParts(third, third, third, live, live, cost.saved_bytes)), saved
         # Autograd refuses a change in place of a leaf.
         with suppress(Exception), torch.no_grad():
             return run.forward(), NodeCost(), []
@@ -252,12 +253,6 @@ def _estimate(run: NodeRun, balance: float) -> _Counted:
     saved_bytes = tokens * widths * states.element_size()
     work = 3 * forward + _accumulation_work(run.module, balance)
     return value, NodeCost(forward, 2 * forward, work, saved_bytes, estimated=True), [position]
-
-
-def _estimated_parts(cost: NodeCost) -> NodeParts:
-    """Return equal parts of an estimated cost. Temporary tensors take as much as the saved ones."""
-    third = cost.work / 3
-    return NodeParts(third, third, third, 2 * cost.saved_bytes, 2 * cost.saved_bytes, cost.saved_bytes)
 
 
 def _accumulation_work(module: nn.Module, balance: float) -> float:

@@ -17,8 +17,8 @@ from nxdpp.devices.autocast import without_autocast
 from nxdpp.devices.collective_bytes import SentBytes, sent_bytes
 from nxdpp.devices.live_bytes import LiveBytes
 from nxdpp.devices.roofline import FLOP_FORMULAS, WorkCounter
-from nxdpp.ground.torch_names import RAW_SAVED, SAVED, STORAGE_ADDRESS
-from nxdpp.tracing.costs.run_node import NodeRun, graph_nodes, map_tensors, outer_gradients_kept, tensors_in
+from nxdpp.ground.torch_names import RAW_SAVED, SAVED, TorchDispatchMode
+from nxdpp.tracing.costs.run_node import NodeRun, graph_nodes, map_tensors, memory_of, outer_gradients_kept, tensors_in
 from nxdpp.tracing.modules import listings
 
 
@@ -186,7 +186,7 @@ def _kept(
             _add_saved(node, storages)
             begin.append(node)
     for parameter in parameters:
-        storages.pop(STORAGE_ADDRESS.of(parameter.untyped_storage()), None)
+        storages.pop(memory_of(parameter), None)
     return sum(storages.values()), begin
 
 
@@ -208,9 +208,46 @@ def _noted_gradients(nodes: list[Any]) -> Iterator[list[int]]:
 
 def _add_saved(node: Any, storages: dict[int, int]) -> None:
     for name in dir(node):
-        if name.startswith(RAW_SAVED.name):
-            continue
-        if name.startswith(SAVED.name):
+        if name.startswith(SAVED.name) and not name.startswith(RAW_SAVED.name):
             for tensor in tensors_in(getattr(node, name)):
-                storage = tensor.untyped_storage()
-                storages[STORAGE_ADDRESS.of(storage)] = storage.nbytes()
+                storages[memory_of(tensor)] = tensor.untyped_storage().nbytes()
+
+
+def cached_casts(run: NodeRun) -> list[torch.Tensor]:
+    """Return the copies of parameters of ``run`` that autocast keeps; none outside of autocast.
+
+    ``run`` has fake tensors. A copy that a second forward makes again is not kept, such as one of ``weight.to(dtype)``.
+    """
+    if run.module is None or not torch.is_autocast_enabled("cpu"):
+        return []
+    memories = {memory_of(parameter) for parameter in listings.parameters(run.module)}
+    first, again = _Casts(memories), _Casts(memories)
+    with torch.enable_grad():
+        with first:
+            run.forward()
+        with again:
+            run.forward()
+    return [copy for source, copy in first.made.items() if source not in again.made]
+
+
+class _Casts(TorchDispatchMode):
+    """Mode that collects the copies, of a different dtype, of the memory of parameters."""
+
+    def __init__(self, memories: set[int]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.made: dict[int, torch.Tensor] = {}
+        self._memories = memories
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run ``func``, and note its result if it copies a parameter."""
+        result = func(*args, **(kwargs or {}))
+        source: Any = args[0] if args else None
+        if _is_cast(source, result) and memory_of(source) in self._memories:
+            self.made[memory_of(source)] = result
+        return result
+
+
+def _is_cast(source: Any, result: Any) -> bool:
+    if not isinstance(source, torch.Tensor) or not isinstance(result, torch.Tensor):
+        return False
+    return result.shape == source.shape and result.is_floating_point() and result.dtype != source.dtype

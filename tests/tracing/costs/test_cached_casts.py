@@ -4,7 +4,7 @@ import torch
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from nxdpp.tracing.costs.cached_casts import cached_casts
+from nxdpp.tracing.costs.node_parts import cached_casts
 from nxdpp.tracing.costs.run_node import NodeRun
 
 

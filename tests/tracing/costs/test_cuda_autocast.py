@@ -9,7 +9,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
-from nxdpp.tracing.costs.cuda_autocast import CudaAutocast
+from nxdpp.tracing.costs.cuda_modes import CudaAutocast
 
 OPERATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "linear": lambda x: F.linear(x.float(), x.float()),

@@ -11,7 +11,7 @@ from nxdpp.devices.live_bytes import LiveBytes
 from nxdpp.planning.configured_model import microbatch_on_meta
 from nxdpp.planning.machine import DEVICES, Job, Machine
 from nxdpp.planning.model_costs import ModelCosts
-from nxdpp.tracing.costs.cuda_kernels import CudaKernels
+from nxdpp.tracing.costs.cuda_modes import CudaKernels
 
 PROBABILITIES = 4 * 64 * 64 * 4
 
