@@ -50,10 +50,7 @@ def measure_nodes(
     on the core of a single thread. An error of a node is raised as it is.
     """
     devices = [] if device.type == "cpu" else [device.index or 0]
-    with (
-        torch.enable_grad(),
-        torch.random.fork_rng(devices, device_type=CUDA if device.type == "cpu" else device.type),
-    ):
+    with torch.enable_grad(), torch.random.fork_rng(devices, device_type=CUDA if device.type == "cpu" else device.type):
         return _Measurement(root, device, timed, clock).run(traced, inputs)
 
 

@@ -23,10 +23,7 @@ from nxdpp.tracing.values.metadata import is_metadata
 
 
 def refuse_hidden_changes(
-    graph: fx.Graph,
-    module: nn.Module,
-    layers: Collection[str],
-    changed_by: Callable[[fx.Node], set[fx.Node]],
+    graph: fx.Graph, module: nn.Module, layers: Collection[str], changed_by: Callable[[fx.Node], set[fx.Node]]
 ) -> None:
     """Raise ``TracingError`` for code of one node that changes an argument which a later node reads.
 
