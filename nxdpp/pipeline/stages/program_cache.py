@@ -299,7 +299,7 @@ class ProgramCache:
                 and key[0].with_other_values() == variant.with_other_values()
                 and (other.inputs, other.output_spec) == (traced.inputs, traced.output_spec)
                 and self._partition.first_trained >= graph.first_trained
-                and compute_the_same(self._module, other.graph, other.facts, traced.graph, traced.facts)
+                and compute_the_same(self._module, (other.graph, other.facts), (traced.graph, traced.facts))
             ):
                 if key[0].settings[1] != variant.settings[1]:
                     # A counter would fill the cache.

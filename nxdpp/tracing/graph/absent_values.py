@@ -45,7 +45,8 @@ def value_or_absent(value: Any, function: Callable[..., Any]) -> Any:
 
     Raises ``TraceError`` where only data tell whether the value is there, and the run refuses that.
     """
-    if not issubclass(type(value), fx.Proxy) or not may_return_none(function):
+    original = function.func if isinstance(function, partial) else function
+    if not issubclass(type(value), fx.Proxy) or not _may_return_none(original):
         return value
     tracer = value.tracer
     if not hasattr(tracer, "may_be_absent"):
@@ -66,11 +67,7 @@ def value_or_absent(value: Any, function: Callable[..., Any]) -> Any:
         ) from error
 
 
-def may_return_none(function: Callable[..., Any]) -> bool:
-    """Return whether ``None`` is in the annotation of what ``function`` returns."""
-    return _may_return_none(function.func if isinstance(function, partial) else function)
-
-
 @lru_cache(1024)
 def _may_return_none(function: Callable[..., Any]) -> bool:
+    """Return whether ``None`` is in the annotation of what ``function`` returns."""
     return type(None) in get_args(annotated_result(function))

@@ -99,13 +99,9 @@ def has_proxy(args: Any, kwargs: Any, kind: type = fx.Proxy) -> bool:
 
 
 def _has_module(args: Any, kwargs: Any) -> bool:
-    leaves = pytree.tree_leaves((args, kwargs))
-    return any(isinstance(getattr(leaf, "__self__", leaf), nn.Module) for leaf in leaves if not _is_traced(leaf))
-
-
-def _is_traced(value: Any) -> bool:
     # A traced value would look through the stack for the answer to isinstance, and has all attributes.
-    return issubclass(type(value), fx.Proxy)
+    plain = (leaf for leaf in pytree.tree_leaves((args, kwargs)) if not issubclass(type(leaf), fx.Proxy))
+    return any(isinstance(getattr(leaf, "__self__", leaf), nn.Module) for leaf in plain)
 
 
 def holds_proxy(module: nn.Module) -> bool:

@@ -10,7 +10,6 @@ import random
 import re
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
-from types import ModuleType
 from typing import Any
 from unittest.mock import patch
 
@@ -117,16 +116,12 @@ _NOTHING = re.compile(r"$")
 _GENERATORS = (random.Random, numpy.random.RandomState)
 
 
-def _drawing(module: ModuleType) -> dict[str, Callable[..., Any]]:
-    """The functions of ``module`` that draw from its global generator."""
-    owner = module.random.__self__
-    return {name: function for name, function in vars(module).items() if getattr(function, "__self__", None) is owner}
-
-
+# The functions that draw from the global generators.
 _FUNCTIONS = {
     function: f"{module.__name__}.{name}"
     for module in (random, numpy.random)
-    for name, function in _drawing(module).items()
+    for name, function in vars(module).items()
+    if getattr(function, "__self__", None) is module.random.__self__
 }
 
 

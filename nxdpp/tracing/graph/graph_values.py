@@ -29,6 +29,8 @@ from nxdpp.tracing.values.lost_changes import changes_in_place
 _DEEPEST = 8
 _MOST_ELEMENTS = 1 << 16
 _GIVEN = "number_of_value"
+WithFacts = tuple[fx.Graph, Iterable[Fact]]
+"""A graph with the facts that it belongs to."""
 _PURE = re.compile(rf"(torch|{operator.add.__module__}|math|builtins)\b")
 
 
@@ -102,20 +104,14 @@ class NumberedGraph:
         return next((node for node, number in self._numbers.items() if number not in others), None)
 
 
-def compute_the_same(
-    root: nn.Module,
-    first: fx.Graph,
-    first_facts: Iterable[Fact],
-    second: fx.Graph,
-    second_facts: Iterable[Fact],
-    absent: Collection[fx.Node] = (),
-) -> bool:
+def compute_the_same(root: nn.Module, first: WithFacts, second: WithFacts, absent: Collection[fx.Node] = ()) -> bool:
     """Return whether two graphs over the modules of ``root`` have equal values, effects and facts.
 
     Other nodes take the ``absent`` ones as ``None``.
     """
     numbers = ValueNumbers(root)
-    return numbers.of(first, absent).results(first_facts) == numbers.of(second, absent).results(second_facts)
+    one, other = (numbers.of(graph, absent).results(facts) for graph, facts in (first, second))
+    return one == other
 
 
 def _key_of(node: fx.Node, known: Mapping[fx.Node, Any], place: int | None) -> Any:
@@ -148,17 +144,13 @@ def _key(value: Any, known: Mapping[fx.Node, Any], depth: int = 0) -> Any:
     if isinstance(value, type | BuiltinFunctionType):
         return id(value)
     if isinstance(value, FunctionType):
-        return _function_key(value, key)
+        cells = [key(content_of(cell)) for cell in value.__closure__ or ()]
+        return (id(code_of(value)), *cells, key(value.__defaults__))
     if isinstance(value, MethodType):
         return (MethodType, key(value.__func__), key(value.__self__))
     if isinstance(value, functools.partial):
         return (functools.partial, key(value.func), key(value.args), key(value.keywords))
     return _object_key(value, key)
-
-
-def _function_key(function: FunctionType, key: Callable[[Any], Any]) -> Any:
-    cells = list(function.__closure__ or ())
-    return (id(code_of(function)), *(key(content_of(cell)) for cell in cells), key(function.__defaults__))
 
 
 def _object_key(value: Any, key: Callable[[Any], Any]) -> Any:

@@ -65,11 +65,6 @@ with torch.device("cpu"):
     _empty(0)
 
 
-class _Refused(NamedTuple):
-    read: Callable[[], Any]
-    remedy: str
-
-
 @cache
 def _modes() -> dict[str, _Mode]:
     """The modes that a stage repeats, by name."""
@@ -85,19 +80,21 @@ def _modes() -> dict[str, _Mode]:
 _backends: Any = torch.backends
 _MULTIPLIERS = (_backends.cuda.matmul, _backends.cudnn.conv, _backends.mkldnn.matmul, _backends.mkldnn.conv)
 _INSIDE = "Use it inside a layer, or around the whole step."
-_REFUSED = {
-    "torch.inference_mode": _Refused(torch.is_inference_mode_enabled, "Use torch.no_grad()."),
-    "a default device": _Refused(lambda: _default_device(), "Give device=... to the functions that make tensors."),
-    "torch.set_default_dtype": _Refused(torch.get_default_dtype, "Give dtype=... to the functions that make tensors."),
-    "torch.use_deterministic_algorithms": _Refused(
+# Modes that a stage does not repeat, each with a read and the remedy.
+_REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
+    "torch.inference_mode": (torch.is_inference_mode_enabled, "Use torch.no_grad()."),
+    "a default device": (lambda: _default_device(), "Give device=... to the functions that make tensors."),
+    "torch.set_default_dtype": (torch.get_default_dtype, "Give dtype=... to the functions that make tensors."),
+    "torch.use_deterministic_algorithms": (
         lambda: (torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()),
         _INSIDE,
     ),
-    "torch.backends.cudnn.flags": _Refused(
-        lambda: (_backends.cudnn.enabled, _backends.cudnn.benchmark, _backends.cudnn.deterministic), _INSIDE
+    "torch.backends.cudnn.flags": (
+        lambda: (_backends.cudnn.enabled, _backends.cudnn.benchmark, _backends.cudnn.deterministic),
+        _INSIDE,
     ),
-    "torch.backends.mkldnn.flags": _Refused(lambda: _backends.mkldnn.enabled, _INSIDE),
-    "torch.set_float32_matmul_precision": _Refused(lambda: [part.fp32_precision for part in _MULTIPLIERS], _INSIDE),
+    "torch.backends.mkldnn.flags": (lambda: _backends.mkldnn.enabled, _INSIDE),
+    "torch.set_float32_matmul_precision": (lambda: [part.fp32_precision for part in _MULTIPLIERS], _INSIDE),
 }
 # Modes that torch has no public way to read: the trace follows who enters them.
 _ENTERED: dict[str, tuple[type, str]] = {
@@ -215,7 +212,7 @@ class _ModeRecorder:
         self.entered: list[tuple[str, Any]] = []
         self._create_node = create_node
         self._values = [(name, mode.read, mode.read()) for name, mode in _modes().items()]
-        self._refused = [(name, refused, refused.read()) for name, refused in _REFUSED.items()]
+        self._refused = [(name, read, read(), remedy) for name, (read, remedy) in _REFUSED.items()]
         self._increment, self._decrement = torch.autocast_increment_nesting, torch.autocast_decrement_nesting
         self._clear = torch.clear_autocast_cache
         self._depth = 0
@@ -225,7 +222,7 @@ class _ModeRecorder:
         node = self._create_node(op, *args, **kwargs)
         if op in _NO_VALUE:
             return node
-        changed = [(name, refused.remedy) for name, refused, before in self._refused if refused.read() != before]
+        changed = [(name, remedy) for name, read, before, remedy in self._refused if read() != before]
         for name, remedy in (*changed, *((name, _ENTERED[name][1]) for name, _ in self.entered)):
             raise RuntimeError(
                 f"{name} is used outside the transformer layers, which a stage does not repeat. {remedy}"

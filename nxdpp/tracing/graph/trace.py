@@ -219,7 +219,7 @@ def _asks_for_none(
     root = nn.Module()
     root.add_module(ROOT, module)
     absent = {*tracer.may_be_absent, *without.may_be_absent}
-    return not compute_the_same(root, first.graph, first.facts, second.graph, second.facts, absent)
+    return not compute_the_same(root, (first.graph, first.facts), (second.graph, second.facts), absent)
 
 
 def trace_for(module: nn.Module, inputs: Mapping[str, Any], options: TracingOptions) -> TracedGraph:

@@ -131,7 +131,8 @@ def _references(node: fx.Node, root: nn.Module) -> list[fx.Node]:
         return nodes[1:] if node.target in _OF_OTHERS else []
     if node.op == "call_module" and "RotaryEmbedding" in type(root.get_submodule(str(node.target))).__name__:
         # The hidden states give only dtype and device of cos and sin.
-        return _first_argument(node)
+        first = node.args[0] if node.args else next(iter(node.kwargs.values()), None)
+        return [first] if isinstance(first, fx.Node) else []
     return []
 
 
@@ -144,11 +145,6 @@ def _references_of_function(node: fx.Node, nodes: list[fx.Node]) -> list[fx.Node
     if makes_mask(node):
         return [n for i, n in enumerate(nodes) if target.parameter_of(i) in _MASK_REFERENCES]
     return []
-
-
-def _first_argument(node: fx.Node) -> list[fx.Node]:
-    first = node.args[0] if node.args else next(iter(node.kwargs.values()), None)
-    return [first] if isinstance(first, fx.Node) else []
 
 
 _LIBRARIES = ("torch.", "transformers.")

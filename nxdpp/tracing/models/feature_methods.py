@@ -77,7 +77,7 @@ class _MethodRecorder:
         result: Any = record_opaque_call(FeatureMethod(self._owner, self._name), (parts, *args), given)
         if self._name in _POSITIONS:
             return self._with_spec(result, operator.getitem, 0, _POSITION_IDS), result[1]
-        if _type_of(self._owner) in _LISTS_OF_FEATURES:
+        if getattr(getattr(self._owner, "config", None), "model_type", None) in _LISTS_OF_FEATURES:
             result.pooler_output = self._with_spec(result, getattr, "pooler_output", _LIST)
         if count := _deepstack(self._owner):
             features = self._tracer.create_proxy("call_function", getattr, (result, "deepstack_features"), {})
@@ -119,7 +119,9 @@ class FeatureMethod:
         """Call the method on a copy of the owner that has only ``parts``."""
         axes = _axes(self.owner) if self.__name__ in _POSITIONS else None
         if axes is not None and hasattr(args[0], "fake_mode"):
-            return _shape_of_positions(args[0], axes)
+            # The code reads the tokens (B, T), and fake tensors have no data.
+            tokens = args[0]
+            return tokens.new_zeros((axes, *tokens.shape)), tokens.new_zeros((tokens.size(0), 1))
         twin = copy.copy(self.owner)
         modules = {key: value for key, value in parts.items() if isinstance(value, nn.Module)}
         others = {key: value for key, value in parts.items() if value is not None and key not in modules}
@@ -180,15 +182,6 @@ def _check_axes(positions: torch.Tensor, axes: int) -> None:
             f"for each size in mrope_section. Set rope_parameters['mrope_section'] of the text configuration to a "
             f"size for each axis before the model is wrapped."
         )
-
-
-def _shape_of_positions(tokens: torch.Tensor, axes: int) -> tuple[torch.Tensor, torch.Tensor]:
-    # The code reads the tokens (B, T), and fake tensors have no data.
-    return tokens.new_zeros((axes, *tokens.shape)), tokens.new_zeros((tokens.size(0), 1))
-
-
-def _type_of(owner: nn.Module) -> str | None:
-    return getattr(getattr(owner, "config", None), "model_type", None)
 
 
 def _names_in(cls: type, method: str, seen: frozenset[str] = frozenset()) -> set[str]:

@@ -38,7 +38,6 @@ from nxdpp.tracing.values.nested import flatten, leaves_of
 
 T = TypeVar("T")
 
-_ROOT = re.compile(r"[^\[.]*")
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 _EXAMPLE = "loss_fn=lambda output, labels: F.cross_entropy(output, labels)"
@@ -83,7 +82,8 @@ class LossFunction:
     def of_module(self, module: nn.Module, inputs: Mapping[str, T]) -> dict[str, T]:
         """Return the ``inputs``, opened or not, that ``module`` takes."""
         own = self.names_alone(module)
-        return {name: value for name, value in inputs.items() if _root(name) not in own}
+        # The name of an input is the beginning of the names of the values in it: batch['x'] is in batch.
+        return {name: value for name, value in inputs.items() if re.split(r"[\[.]", name, maxsplit=1)[0] not in own}
 
     def names_alone(self, module: nn.Module) -> set[str]:
         """Names that the function takes and ``module.forward`` does not name."""
@@ -150,13 +150,6 @@ class LossCall(OpaqueCall):
             raise
         verify_leaves(loss, before, self._module)
         return loss
-
-
-def _root(name: str) -> str:
-    """The name of an input, from the name of a value in it: ``batch`` for ``batch['x']``."""
-    found = _ROOT.match(name)
-    assert found is not None, "any text matches"
-    return found[0]
 
 
 _META = re.compile(r"\bmeta\b", re.IGNORECASE)

@@ -139,7 +139,13 @@ def in_place_of(theirs: Callable[..., Any]) -> Callable[[Loss], Loss]:
 
 def means(loss: fx.Node, module: nn.Module) -> list[LossTerm]:
     """Return the means over labels that ``loss`` is a sum or a product of: without labels it is not-a-number."""
-    return [term for node in _with_nan(loss) for term in _terms(node, module) if term.divisor is None]
+
+    def keeps_nan(node: fx.Node) -> bool:
+        is_method = node.op == "call_method" and node.target in _METHODS_KEEP_NAN
+        return is_method or _is_one_of(node.target, _KEEP_NAN) or passes_on(node)
+
+    nodes = reached([loss], lambda node: node.all_input_nodes if keeps_nan(node) else ())
+    return [term for node in nodes for term in _terms(node, module) if term.divisor is None]
 
 
 def labels_of_modules(loss: fx.Node, module: nn.Module) -> list[LossTerm]:
@@ -223,16 +229,6 @@ def _is_one_of(call: Any, functions: Iterable[Any]) -> bool:
 def _bound(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     bound = inspect.signature(function).bind(*args, **kwargs).arguments
     return {**bound, **bound.pop("kwargs", {})}
-
-
-def _with_nan(loss: fx.Node) -> Iterable[fx.Node]:
-    """The nodes whose not-a-number makes ``loss`` one."""
-
-    def keeps(node: fx.Node) -> bool:
-        is_method = node.op == "call_method" and node.target in _METHODS_KEEP_NAN
-        return is_method or _is_one_of(node.target, _KEEP_NAN) or passes_on(node)
-
-    return reached([loss], lambda node: node.all_input_nodes if keeps(node) else ())
 
 
 def _value(node: fx.Node, inputs: Mapping[str, Any]) -> Any:

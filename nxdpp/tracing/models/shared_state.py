@@ -145,15 +145,10 @@ def with_unfilled_lists(
         return tracer.create_proxy("call_function", unfilled_list, (), {})
 
     args, kwargs = tuple(map(hand_over, args)), {name: hand_over(value) for name, value in kwargs.items()}
-    refuse_empty_arguments(module, args, kwargs)
-    return args, kwargs
-
-
-def refuse_empty_arguments(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Raise ``RuntimeError`` for an empty list, dict or set as an argument of a leaf, whose additions would be lost."""
     for name, value in (*enumerate(args), *kwargs.items()):
         if type(value) in (list, dict, set) and not value:
             raise RuntimeError(
                 f"{type(module).__name__} is given an empty {type(value).__name__} ({name!r}), as if to fill it; its "
                 f"additions would be lost. Return the values, or share them in a collections.UserDict"
             )
+    return args, kwargs

@@ -12,7 +12,7 @@ first (``shared_reads.py``).
 
 import functools
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from types import FunctionType
 from typing import Any
 
@@ -28,6 +28,7 @@ from nxdpp.tracing.state.layer_objects import PlainValue, Reached, TensorPlace, 
 from nxdpp.tracing.state.reachable_state import has_user_code
 
 _MOST_ITEMS_OF_TENSOR = 1 << 20
+_Places = dict[tuple[int, str], TensorPlace]
 
 
 class SharedBuffers:
@@ -55,10 +56,11 @@ class SharedObjects:
         self._stages = {name: of - {stage} for name, of in stages.items() if of - {stage}}
         self._root = root
         self._shared: list[tuple[str, Any]] = []
-        self._names: set[str] = set()
-        self._buffers = {
-            name: (*_registry(root, name), other) for name, other in (buffers.elsewhere if buffers else {}).items()
-        }
+        self.names: set[str] = set()
+        self._buffers: dict[str, tuple[dict[str, Any], str, str]] = {}
+        for name, other in (buffers.elsewhere if buffers else {}).items():
+            owner, _, key = name.rpartition(".")
+            self._buffers[name] = BUFFERS.of(root.get_submodule(owner)), key, other
         # ``in_place_guard`` watches the buffers of a module that runs on several stages.
         self._guarded = [
             part for name, of in stages.items() if len(of) > 1 for part in listings.modules(root.get_submodule(name))
@@ -72,7 +74,7 @@ class SharedObjects:
             for key, (holder, path) in elsewhere.holders.items():
                 if key in here.holders and not isinstance(holder, nn.Parameter):
                     self._shared.append((path, holder))
-            self._names = elsewhere.names
+            self.names = elsewhere.names
 
     def __bool__(self) -> bool:
         return bool(self._shared or self._buffers)
@@ -80,14 +82,14 @@ class SharedObjects:
     def snapshot(self) -> "SharedSnapshot":
         """The tensors as they are now."""
         guarded = {id(buffer) for module in self._guarded for buffer in BUFFERS.of(module).values()}
-        reached = Reached(self._shared, loaded_names, self._names) if self._shared else None
+        reached = Reached(self._shared, loaded_names, self.names) if self._shared else None
         found = {} if reached is None else reached.places
         places = {key: place for key, place in found.items() if id(place.tensor) not in guarded}
         for name, (registry, key, other) in self._buffers.items():
             if (buffer := registry.get(key)) is not None and not buffer.is_meta:
                 path = f"{name}, which is also {other}"
                 places[id(registry), key] = tensor_place(buffer, path, key)
-        return SharedSnapshot(places, {} if reached is None else reached.plain, self._names, self)
+        return SharedSnapshot(self, places, {} if reached is None else reached.plain)
 
     def needs_name(self, name: str, holder: Any, is_item: bool) -> bool:
         """Return whether modules of another stage read the attribute or item ``name`` before they set it."""
@@ -123,39 +125,29 @@ class SharedObjects:
 class SharedSnapshot:
     """Tensors and numbers at one time."""
 
-    def __init__(
-        self,
-        places: dict[tuple[int, str], TensorPlace],
-        plain: dict[tuple[int, str], PlainValue],
-        names: set[str],
-        shared: SharedObjects,
-    ) -> None:
+    def __init__(self, shared: SharedObjects, places: _Places, plain: dict[tuple[int, str], PlainValue]) -> None:
+        self._shared = shared
         self._places = places
         self._plain = plain
-        self._names = names
-        self._shared = shared
         self._content = {key: _content(place.tensor) for key, place in places.items()}
 
     def first_change(self, later: "SharedSnapshot") -> str | None:
         """Return the path of a value that differs in ``later``, or of a tensor that was changed in place."""
-        return next(self._changes(later), None)
-
-    def _changes(self, later: "SharedSnapshot") -> Iterator[str]:
         for key, place in later._places.items():
             before = self._places.get(key)
             if before is not None and before.tensor is place.tensor:
-                old, new = self._content[key], later._content[key]
-                if before.version != place.version or not same_content(old, new):
-                    yield f"the tensor {place.path}"
+                if before.version != place.version or not same_content(self._content[key], later._content[key]):
+                    return f"the tensor {place.path}"
             elif self._is_read(place):
-                yield f"the tensor {place.path}"
+                return f"the tensor {place.path}"
         for key, value in later._plain.items():
             if key not in self._places and self._is_another(self._plain.get(key), value) and self._is_needed(value):
-                yield f"the value {value.path}"
+                return f"the value {value.path}"
+        return None
 
     def _is_read(self, place: TensorPlace) -> bool:
         """Return whether code may read a new tensor. Additions to a list, or under other keys, may be for the user."""
-        if not place.in_list and (not place.path.endswith("]") or place.name in self._names):
+        if not place.in_list and (not place.path.endswith("]") or place.name in self._shared.names):
             return True
         is_replaced = place.in_list and any(other.path == place.path for other in self._places.values())
         return is_replaced or self._shared.needs_items(place.path)
@@ -177,8 +169,3 @@ def _content(tensor: torch.Tensor) -> Any:
     # A change of ``.data`` leaves the version as it is.
     is_plain = type(tensor) is torch.Tensor and not tensor.is_meta and tensor.layout is torch.strided
     return tensor.detach().clone() if is_plain and tensor.numel() <= _MOST_ITEMS_OF_TENSOR else None
-
-
-def _registry(root: nn.Module, name: str) -> tuple[dict[str, Any], str]:
-    owner, _, key = name.rpartition(".")
-    return BUFFERS.of(root.get_submodule(owner)), key

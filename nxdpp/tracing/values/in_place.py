@@ -48,7 +48,8 @@ def assignment(value: fx.Node, item: Any) -> Callable[[Any, Any, Any], Any]:
     It copies where the backward of the item needs the value (``x[i] *= y``), and for a tensor that ``forward`` has just
     made: other stages may have copies of that.
     """
-    return assign_item_in_copy if _follows_from(value, item) or _is_new(value) else assign_item
+    is_new = value.target in _NEW and all(is_metadata(user) for user in value.users)
+    return assign_item_in_copy if is_new or _follows_from(value, item) else assign_item
 
 
 def _follows_from(value: fx.Node, item: Any) -> bool:
@@ -58,10 +59,6 @@ def _follows_from(value: fx.Node, item: Any) -> bool:
     while isinstance(source, fx.Node) and source is not value and source.args:
         source = source.args[0]
     return source is value
-
-
-def _is_new(value: fx.Node) -> bool:
-    return value.target in _NEW and all(is_metadata(user) for user in value.users)
 
 
 class InPlaceOperator:
@@ -153,14 +150,10 @@ def _effect(module: nn.Module) -> str | None:
     return "view" if is_view else None
 
 
-def is_change_by_module(node: fx.Node) -> bool:
-    """Return whether ``node`` is a module of torch that changes its argument in place."""
-    return node.meta.get(_MODULE) == "in place"
-
-
-def is_view_by_module(node: fx.Node) -> bool:
-    """Return whether ``node`` is a module of torch whose result has the memory of its argument."""
-    return node.meta.get(_MODULE) == "view"
+def effect_by_module(node: fx.Node) -> str | None:
+    """``"view"`` or ``"in place"`` for a node of such a module of torch, ``None`` for any other one."""
+    effect: str | None = node.meta.get(_MODULE)
+    return effect
 
 
 def changes_argument(function: Any, kwargs: Mapping[str, Any]) -> bool:

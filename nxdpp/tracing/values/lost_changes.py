@@ -17,13 +17,7 @@ from torch.nn import functional
 from nxdpp.ground.torch_names import BUFFERS, PARAMETERS, VERSION
 from nxdpp.tracing.graph.errors import TracingError, model_line
 from nxdpp.tracing.graph.search import reached
-from nxdpp.tracing.values.in_place import (
-    ASSIGNMENTS,
-    IN_PLACE_OPERATORS,
-    changes_argument,
-    is_change_by_module,
-    is_view_by_module,
-)
+from nxdpp.tracing.values.in_place import ASSIGNMENTS, IN_PLACE_OPERATORS, changes_argument, effect_by_module
 from nxdpp.tracing.values.metadata import is_metadata, reads
 
 _VIEWS = frozenset(
@@ -86,7 +80,7 @@ def changes_in_place(node: fx.Node) -> bool:
         name = str(node.target)
         return name.endswith("_") and not name.endswith("__") and name != _FOR_GRADIENTS
     if node.op != "call_function":
-        return is_change_by_module(node)
+        return effect_by_module(node) == "in place"
     target: Any = node.target
     return target in ASSIGNMENTS or target in IN_PLACE_OPERATORS or changes_argument(target, node.kwargs)
 
@@ -150,7 +144,7 @@ def _is_view(node: fx.Node) -> bool:
     if node.op == "call_method":
         return node.target in _VIEWS
     if node.op != "call_function":
-        return is_view_by_module(node)
+        return effect_by_module(node) == "view"
     if node.target is getattr:
         return node.args[1] in _VIEWS
     if node.target is functional.dropout:
