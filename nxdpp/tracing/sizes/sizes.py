@@ -13,27 +13,17 @@ from typing import Any, Self
 import torch
 from torch import fx, nn
 
-from nxdpp.ground.torch_names import BUFFERS, MODULES, PARAMETERS, VERSION, pytree
+from nxdpp.ground.torch_names import BUFFERS, MODULES, NO_DISPATCH_MODES, PARAMETERS, VERSION, pytree
 from nxdpp.tracing.graph.calls import OpaqueCall
 from nxdpp.tracing.graph.modes import Modes, applied, applied_to_fakes, current_modes, modes_of
 from nxdpp.tracing.graph.search import reached
 from nxdpp.tracing.graph.swap import all_swapped, swapped
-from nxdpp.tracing.graph.uses import makes_mask
-from nxdpp.tracing.sizes.fake_runs import (
-    LOG,
-    AskedDataError,
-    FakeCopies,
-    GuessingMode,
-    TooManyGuessesError,
-    Uncached,
-    run_on_examples,
-    takes_examples,
-    uncached_functions,
-    unchanged_generators,
-)
+from nxdpp.tracing.graph.uses import makes_mask, metadata_arguments
+from nxdpp.tracing.sizes import fake_runs
+from nxdpp.tracing.sizes.fake_runs import AskedDataError, TooManyGuessesError, takes_examples
 from nxdpp.tracing.sizes.input_specs import COMPARISONS
-from nxdpp.tracing.sizes.real_values import computed
-from nxdpp.tracing.values.metadata import ElsewhereError, answer_for, asks_for_device, device_of_model, reads
+from nxdpp.tracing.values import metadata
+from nxdpp.tracing.values.metadata import reads
 
 # All fakes are on the CPU, also one whose size data decide.
 _DEVICE = ("device",)
@@ -88,16 +78,16 @@ class Sizes:
     ) -> None:
         self._root = root
         self._shapes = shapes
-        self._mode = GuessingMode(guess)
+        self._mode = fake_runs.GuessingMode(guess)
         self._in_modules = in_modules
-        self._copies = FakeCopies()
+        self._copies = fake_runs.FakeCopies()
         self._values: dict[fx.Node, Any] = {}
         self._changed: dict[fx.Node, set[fx.Node]] = {}
         self._modes = modes or current_modes()
 
     @cached_property
     def _device(self) -> torch.device:
-        return device_of_model(self._root)
+        return metadata.device_of_model(self._root)
 
     def read(self, node: fx.Node, read: Callable[[Any], Any]) -> Any:
         """``read(value of node)``. Raises ``UnknownSizeError`` if that depends on more than sizes."""
@@ -146,8 +136,8 @@ class Sizes:
     def _read(self, node: fx.Node, read: Callable[[Any], Any]) -> Any:
         self._mode.asks = not self._in_modules
         try:
-            quiet = swapped(vars(LOG), {"disabled": True})
-            unchanged = unchanged_generators()
+            quiet = swapped(vars(fake_runs.LOG), {"disabled": True})
+            unchanged = fake_runs.unchanged_generators()
             with quiet, unchanged, all_swapped(self._uncached), self._mode, applied_to_fakes(self._modes):
                 for needed in _in_order(node):
                     if needed not in self._values:
@@ -156,21 +146,55 @@ class Sizes:
                             self._values[needed] = self._value(needed)
                         after = self._versions(needed)
                         self._changed[needed] = {each for each in before if before[each] != after[each]}
-                if asks_for_device(node) and self._device.type != "cpu":
-                    return read(answer_for(node, self._device, self._values.__getitem__))
+                if metadata.asks_for_device(node) and self._device.type != "cpu":
+                    return read(metadata.answer_for(node, self._device, self._values.__getitem__))
                 if read is is_none and makes_mask(node):
-                    return computed(node, self._values, self._root) is None
+                    with NO_DISPATCH_MODES(), torch.no_grad():
+                        return self._computed(node, {}) is None
                 return read(self._values[node])
         except (UnknownInputError, DataInModuleError):
             raise
         except Exception as error:
             told = (
                 str(error)
-                if isinstance(error, UnknownSizeError | ElsewhereError | TooManyGuessesError | AskedDataError)
+                if isinstance(error, UnknownSizeError | metadata.ElsewhereError | TooManyGuessesError | AskedDataError)
                 else f"{type(error).__name__}: {error}"
             )
             failed = WrongShapesError if type(error) in _OF_SHAPES else UnknownSizeError
             raise failed(told) from error
+
+    def _computed(self, node: fx.Node, known: dict[fx.Node, Any]) -> Any:
+        """The value of ``node`` on the CPU; ``known`` has the values of others.
+
+        ::
+
+            input_ids ── embed_tokens ── zeros of this shape ──┐
+                 └────── shape ── arange ── positions ─────────┴── create_causal_mask
+
+        Fake tensors have no elements, and for them transformers makes a mask that it leaves out in a step. An argument
+        of which only the metadata are used is a tensor of zeros, in the memory of one element. Raises
+        ``UnknownSizeError`` unless the value follows from sizes.
+        """
+        if metadata.is_metadata(node):
+            return self._values[node]
+        if node in known:
+            return known[node]
+        if node.op not in ("call_function", "call_method"):
+            raise UnknownSizeError(f"it follows from {node.name}")
+        stand_ins = metadata_arguments(node, self._root)
+
+        def argument(other: fx.Node) -> Any:
+            if other in stand_ins:
+                return pytree.tree_map_only(torch.Tensor, _zeros, self._values[other])
+            return self._computed(other, known)
+
+        args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), argument)
+        if node.op == "call_method":
+            known[node] = getattr(args[0], str(node.target))(*args[1:], **kwargs)
+        else:
+            assert callable(node.target)
+            known[node] = node.target(*args, **kwargs)
+        return known[node]
 
     def changed_by(self, node: fx.Node) -> set[fx.Node]:
         """The arguments whose tensors the code of ``node`` changes in place. Raises as ``read`` does."""
@@ -188,8 +212,8 @@ class Sizes:
         }
 
     @cached_property
-    def _uncached(self) -> Uncached:
-        return uncached_functions(self._root)
+    def _uncached(self) -> fake_runs.Uncached:
+        return fake_runs.uncached_functions(self._root)
 
     def _value(self, node: fx.Node) -> Any:
         if reads(node, _DEVICE):
@@ -222,7 +246,7 @@ class Sizes:
             if not takes_examples(module):
                 raise
             if self._mode.guess is not None and self._in_modules:
-                return run_on_examples(module, args, kwargs, self._mode.guess)
+                return fake_runs.run_on_examples(module, args, kwargs, self._mode.guess)
             raise DataInModuleError(f"{type(error).__name__}: {error}") from error
 
     def _ask(self, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -264,6 +288,10 @@ def _mutable(value: Any) -> Any:
 def _in_order(node: fx.Node) -> list[fx.Node]:
     """``node`` and all nodes that its size depends on, in the order of the graph."""
     return sorted(reached([node], lambda each: () if reads(each, _DEVICE) else each.all_input_nodes))
+
+
+def _zeros(fake: torch.Tensor) -> torch.Tensor:
+    return torch.zeros((), dtype=fake.dtype).expand(fake.shape)
 
 
 def shapes_of(inputs: Mapping[str, Any]) -> Shapes:
