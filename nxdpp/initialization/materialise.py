@@ -20,14 +20,9 @@ from torch import nn
 
 from nxdpp.counted import counted
 from nxdpp.ground.torch_names import BUFFERS, MODULES, PARAMETERS
+from nxdpp.initialization import initialisers
 from nxdpp.initialization.allocation import MarkedMemory, allocate, count_unwritten, replacement, with_type_of
-from nxdpp.initialization.initialisers import (
-    HuggingFaceInitialiser,
-    ParameterInitialiser,
-    call_param_init_fn,
-    has_own_tensors,
-    reset_parameters,
-)
+from nxdpp.initialization.initialisers import HuggingFaceInitialiser, ParameterInitialiser
 from nxdpp.initialization.named_streams import NamedStreams
 from nxdpp.initialization.parts import own_part, part_of, whole_of
 from nxdpp.initialization.record import ConstructorRecord
@@ -164,7 +159,7 @@ class _Initialisation:
         module = self._root.get_submodule(name)
         children: dict[str, nn.Module | None] = dict(MODULES.of(module))
         try:
-            call_param_init_fn(function, module)
+            initialisers.call_param_init_fn(function, module)
         except Exception as error:
             error.add_note(f"in param_init_fn, called for {name or 'the model itself'}")
             raise
@@ -206,7 +201,7 @@ class _Initialisation:
             for name, module in self._root.named_modules(remove_duplicate=False)
             if name in having
             or (
-                has_own_tensors(module)
+                initialisers.has_own_tensors(module)
                 and not self._huggingface.knows(name)
                 and any(not name or inner.startswith(f"{name}.") for inner in having)
             )
@@ -215,7 +210,7 @@ class _Initialisation:
     def _complete(self, name: str) -> None:
         """Initialise in the order of the constructor: the module itself first, then its transformers model."""
         self.streams.begin(name)
-        reset_parameters(self._root.get_submodule(name))
+        initialisers.reset_parameters(self._root.get_submodule(name))
         if self._huggingface.knows(name):
             self._huggingface.run_one(name, self._done)
 

@@ -56,7 +56,8 @@ class NamedStreams(EnteredMode):
         draws = torch.Tag.nondeterministic_seeded in func.tags and kwargs.get("generator") is None
         if not draws:
             return func(*args, **kwargs)
-        return self._draw(self._stream(written), func, args, kwargs)
+        name = self.name_of(written[0]) if written else None
+        return self._draw(("module", self._module) if name is None else ("tensor", name), func, args, kwargs)
 
     def wrote(self, tensor: torch.Tensor) -> bool:
         """Return whether an operation has written to the memory of ``tensor``."""
@@ -72,10 +73,6 @@ class NamedStreams(EnteredMode):
     def name_of(self, tensor: torch.Tensor) -> str | None:
         """Return the name of ``tensor``, if it has one."""
         return self._names.get(_key(tensor))
-
-    def _stream(self, written: list[torch.Tensor]) -> tuple[str, str]:
-        name = self.name_of(written[0]) if written else None
-        return ("module", self._module) if name is None else ("tensor", name)
 
     def _draw(self, stream: tuple[str, str], func: Any, args: Any, kwargs: Any) -> Any:
         before = torch.get_rng_state()

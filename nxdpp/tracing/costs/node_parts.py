@@ -9,12 +9,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils.flop_counter import FlopCounterMode
 
 from nxdpp.devices.autocast import without_autocast
-from nxdpp.devices.collective_bytes import SentBytes, sent_bytes
+from nxdpp.devices.collective_bytes import sent_bytes
 from nxdpp.devices.live_bytes import LiveBytes
 from nxdpp.devices.roofline import FLOP_FORMULAS, WorkCounter
 from nxdpp.ground.torch_names import RAW_SAVED, SAVED, TorchDispatchMode
@@ -76,69 +75,55 @@ def count_parts(run: NodeRun, how: CountedParts, casts: Sequence[torch.Tensor] =
     received = [get_gradient_edge(tensor) for tensor in run.tensors if tensor.requires_grad]
     run = replace(run, args=args, kwargs=kwargs)
     parameters = [] if run.module is None else list(listings.parameters(run.module))
-    flops = FlopCounterMode(display=False, custom_mapping=FLOP_FORMULAS)
-    live = LiveBytes()
-    _give_gradients(parameters)
+    flops, live = FlopCounterMode(display=False, custom_mapping=FLOP_FORMULAS), LiveBytes()
+    for parameter in parameters:
+        if parameter.requires_grad:
+            # As from an earlier microbatch.
+            parameter.grad = torch.empty_like(parameter)
     live.know([*casts, *parameters, *(p.grad for p in parameters if p.grad is not None), *run.tensors])
+    counter = WorkCounter(flops, how.balance, how.least_work)
     try:
-        with (
-            torch.enable_grad(),
-            flops,
-            sent_bytes() as sent,
-            WorkCounter(flops, how.balance, how.least_work) as counter,
-            live,
-        ):
-            return _count(run, received, flops, counter, live, sent, casts)
+        with torch.enable_grad(), flops, sent_bytes() as sent, counter, live:
+            # Forward.
+            edges, like = _ends(run.forward())
+            forward, forward_live = counter.work, live.peak
+            forward_sent, forward_steps = sent.total, sent.steps
+            if not edges:
+                return NodeParts(
+                    forward, forward_live=forward_live, forward_sent=forward_sent, forward_steps=forward_steps
+                )
+            # Only the part that leads to received values, then all of it.
+            saved, begin = _kept(edges, received, [*parameters, *casts])
+            kept_gradients = 0
+            if received:
+                starts = [make() for make in like]
+                with without_autocast(), _noted_gradients(begin) as sizes:
+                    torch.autograd.grad(edges, received, starts, retain_graph=True, allow_unused=True)
+                kept_gradients = sum(sizes)
+                del starts
+            input_gradient = counter.work - forward
+            backward_sent, backward_steps, flops_before = sent.total, sent.steps, flops.get_total_flops()
+            live.reset_peak()
+            with outer_gradients_kept(run, edges), without_autocast():
+                torch.autograd.backward(edges, [make() for make in like])
+            backward = counter.work - forward - input_gradient
+            return NodeParts(
+                forward,
+                input_gradient,
+                max(backward - input_gradient, 0.0),
+                forward_live,
+                live.peak,
+                saved + kept_gradients,
+                kept_gradients,
+                forward_sent,
+                sent.total - backward_sent,
+                forward_steps,
+                sent.steps - backward_steps,
+                flops.get_total_flops() - flops_before,
+            )
     finally:
         for parameter in parameters:
             parameter.grad = None
-
-
-def _count(
-    run: NodeRun,
-    received: list[GradientEdge],
-    flops: FlopCounterMode,
-    counter: WorkCounter,
-    live: LiveBytes,
-    sent: SentBytes,
-    casts: Sequence[torch.Tensor],
-) -> NodeParts:
-    # Forward.
-    edges, like = _ends(run.forward())
-    forward, forward_live = counter.work, live.peak
-    forward_sent, forward_steps = sent.total, sent.steps
-    if not edges:
-        return NodeParts(forward, forward_live=forward_live, forward_sent=forward_sent, forward_steps=forward_steps)
-    # Only the part that leads to received values, then all of it.
-    parameters = [] if run.module is None else list(listings.parameters(run.module))
-    saved, begin = _kept(edges, received, [*parameters, *casts])
-    kept_gradients = 0
-    if received:
-        starts = [make() for make in like]
-        with without_autocast(), _noted_gradients(begin) as sizes:
-            torch.autograd.grad(edges, received, starts, retain_graph=True, allow_unused=True)
-        kept_gradients = sum(sizes)
-        del starts
-    input_gradient = counter.work - forward
-    backward_sent, backward_steps, flops_before = sent.total, sent.steps, flops.get_total_flops()
-    live.reset_peak()
-    with outer_gradients_kept(run, edges), without_autocast():
-        torch.autograd.backward(edges, [make() for make in like])
-    backward = counter.work - forward - input_gradient
-    return NodeParts(
-        forward,
-        input_gradient,
-        max(backward - input_gradient, 0.0),
-        forward_live,
-        live.peak,
-        saved + kept_gradients,
-        kept_gradients,
-        forward_sent,
-        sent.total - backward_sent,
-        forward_steps,
-        sent.steps - backward_steps,
-        flops.get_total_flops() - flops_before,
-    )
 
 
 def _ends(value: object) -> tuple[list[GradientEdge], list[Callable[[], torch.Tensor]]]:
@@ -153,13 +138,6 @@ def _ends(value: object) -> tuple[list[GradientEdge], list[Callable[[], torch.Te
 def _maker(end: torch.Tensor) -> Callable[[], torch.Tensor]:
     shape, dtype, device = end.shape, end.dtype, end.device
     return lambda: torch.empty(shape, dtype=dtype, device=device)
-
-
-def _give_gradients(parameters: list[nn.Parameter]) -> None:
-    """Give each parameter a gradient, as from an earlier microbatch."""
-    for parameter in parameters:
-        if parameter.requires_grad:
-            parameter.grad = torch.empty_like(parameter)
 
 
 def _kept(

@@ -33,18 +33,15 @@ class NodeRun:
     def forward(self) -> Any:
         """Run the node in its modes of torch and return its value."""
         with applied(modes_of(self.node)):
-            return self._forward()
-
-    def _forward(self) -> Any:
-        if self.node.op == "call_module":
-            assert self.module is not None
-            return self.module(*self.args, **self.kwargs)
-        if self.node.op == "call_method":
-            return getattr(self.args[0], str(self.node.target))(*self.args[1:], **self.kwargs)
-        if ends_capture(self.node):
-            return captured_for_cost(*self.args)
-        assert callable(self.node.target)
-        return self.node.target(*self.args, **self.kwargs)
+            if self.node.op == "call_module":
+                assert self.module is not None
+                return self.module(*self.args, **self.kwargs)
+            if self.node.op == "call_method":
+                return getattr(self.args[0], str(self.node.target))(*self.args[1:], **self.kwargs)
+            if ends_capture(self.node):
+                return captured_for_cost(*self.args)
+            assert callable(self.node.target)
+            return self.node.target(*self.args, **self.kwargs)
 
 
 def run_of(node: fx.Node, root: nn.Module, values: Mapping[fx.Node, Any]) -> NodeRun:

@@ -111,13 +111,10 @@ def checked_for_none(value: fx.Proxy, is_none: bool | None, is_sure: bool) -> fx
     if is_none:
         return None
     checked = _checked(value)
+    item = value.node.args[1] if value.node.target is operator.getitem else None
     # A value of which nothing is known may well be None if it is neither used nor compared.
-    checked.node.meta[_MUST_RUN] = is_none is not None or may_be_tested(calling_frame(caller()), _item(value.node))
+    checked.node.meta[_MUST_RUN] = is_none is not None or may_be_tested(calling_frame(caller()), item)
     return checked
-
-
-def _item(node: fx.Node) -> Any:
-    return node.args[1] if node.target is operator.getitem else None
 
 
 def mask_with_items(mask: fx.Proxy) -> fx.Proxy:

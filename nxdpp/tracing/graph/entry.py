@@ -19,6 +19,7 @@ from nxdpp.tracing.graph.constructors import (
 from nxdpp.tracing.graph.modes import recorded_modes, refused_kernel_order
 from nxdpp.tracing.graph.spine import SpineTracer
 from nxdpp.tracing.graph.told_once import told_checkpoints
+from nxdpp.tracing.models.transformers_models import returns_tuples
 from nxdpp.tracing.modules import listings
 from nxdpp.tracing.modules.parameter_devices import refused_functional_calls
 from nxdpp.tracing.sizes.input_specs import InputSpec
@@ -78,11 +79,7 @@ class Entry(nn.Module):
             stack.enter_context(refused_seeds(self._namespaces))
             stack.enter_context(under_all_names(self._namespaces))
             output = module(**close_inputs({**proxies, **self._constants}))
-        if (
-            isinstance(output, ModelOutput)
-            and isinstance(module, PreTrainedModel)
-            and not getattr(module.config, "return_dict", True)
-        ):
+        if isinstance(output, ModelOutput) and isinstance(module, PreTrainedModel) and returns_tuples(module):
             output = output.to_tuple()
         values, self.output_spec = flatten(output)
         refuse_attributes_of_output(module, values)

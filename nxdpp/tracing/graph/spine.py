@@ -61,14 +61,7 @@ class SpineTracer(AnsweringTracer):
 
     proxy_buffer_attributes = True
 
-    def __init__(
-        self,
-        spine: set[str],
-        shapes: Shapes,
-        guess: bool | None = None,
-        absence: Absence = Absence.OPEN,
-        **options: Any,
-    ) -> None:
+    def __init__(self, spine: set[str], shapes: Shapes, guess: bool | None, absence: Absence, **options: Any) -> None:
         super().__init__(shapes, guess, **options)
         self.absence = absence
         self.may_be_absent: list[fx.Node] = []

@@ -123,8 +123,13 @@ def changed_buffers(module: nn.Module) -> list[str]:
 
 def _references(node: fx.Node, root: nn.Module) -> list[fx.Node]:
     nodes = [argument for argument in node.args if isinstance(argument, fx.Node)]
-    if node.op == "call_function":
-        return _references_of_function(node, nodes)
+    target: Any = node.target
+    if target is getattr:
+        return nodes[:1] if node.args[1] in _ATTRIBUTES else []
+    if target in LIKE:
+        return nodes[:1]
+    if makes_mask(node):
+        return [n for i, n in enumerate(nodes) if target.parameter_of(i) in _MASK_REFERENCES]
     if node.op == "call_method":
         if node.target in _OF_SELF:
             return nodes[:1]
@@ -133,17 +138,6 @@ def _references(node: fx.Node, root: nn.Module) -> list[fx.Node]:
         # The hidden states give only dtype and device of cos and sin.
         first = node.args[0] if node.args else next(iter(node.kwargs.values()), None)
         return [first] if isinstance(first, fx.Node) else []
-    return []
-
-
-def _references_of_function(node: fx.Node, nodes: list[fx.Node]) -> list[fx.Node]:
-    target: Any = node.target
-    if target is getattr:
-        return nodes[:1] if node.args[1] in _ATTRIBUTES else []
-    if target in LIKE:
-        return nodes[:1]
-    if makes_mask(node):
-        return [n for i, n in enumerate(nodes) if target.parameter_of(i) in _MASK_REFERENCES]
     return []
 
 

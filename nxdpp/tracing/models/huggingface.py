@@ -44,7 +44,7 @@ from nxdpp.tracing.graph.swap import StableSet, in_this_thread, sources, swapped
 from nxdpp.tracing.graph.uses import may_draw
 from nxdpp.tracing.models.caches import Caches, recorded_with_shapes, without_cache, without_empty_caches
 from nxdpp.tracing.models.feature_methods import recorded_feature_methods
-from nxdpp.tracing.models.transformers_models import transformers_models
+from nxdpp.tracing.models.transformers_models import returns_tuples, transformers_models
 from nxdpp.tracing.values.type_answers import traced_isinstance
 
 _LAYER_DROPS = ("layerdrop", "encoder_layerdrop", "decoder_layerdrop")
@@ -65,7 +65,7 @@ class HuggingFaceTracer(SpineTracer):
         models = transformers_models(model, self._spine)
         device = next(iter(models.values())).device if first_input is None else first_input.device
         self._caches = Caches()
-        self._inner = {inner: _returns_tuples(inner) for inner in models.values() if inner is not model}
+        self._inner = {inner: returns_tuples(inner) for inner in models.values() if inner is not model}
         spine = {name: model.get_submodule(name) for name in sorted(self._spine)}
         with ExitStack() as stack:
             stack.enter_context(super().surroundings(model, first_input))
@@ -77,15 +77,15 @@ class HuggingFaceTracer(SpineTracer):
         """Record a module. The code around a transformers model gets no cache from it."""
         if not self.is_tracing_thread():
             return forward(*args, **kwargs)
-        returns_tuples = self._inner.get(m) if isinstance(m, PreTrainedModel) else None
-        if returns_tuples is None:
+        as_tuple = self._inner.get(m) if isinstance(m, PreTrainedModel) else None
+        if as_tuple is None:
             if m in (self.submodule_paths or {}) and self.is_leaf_module(m, self.path_of_module(m)):
                 args, kwargs = self._caches.for_layer(m, *without_empty_caches(m, args, kwargs))
             return super().call_module(m, forward, args, kwargs)
         if kwargs.get("use_cache"):
             kwargs = {**kwargs, "use_cache": False}
         output = without_cache(super().call_module(m, forward, args, kwargs))
-        if returns_tuples and kwargs.get("return_dict") is None and isinstance(output, ModelOutput):
+        if as_tuple and kwargs.get("return_dict") is None and isinstance(output, ModelOutput):
             return output.to_tuple()
         return output
 
@@ -270,10 +270,6 @@ def _configurations(model: PreTrainedModel, prefix: str) -> dict[str, PreTrained
     own = f"{prefix}config"
     parts = {f"{own}.{n}": part for n, part in vars(model.config).items() if isinstance(part, PreTrainedConfig)}
     return {own: model.config, **parts}
-
-
-def _returns_tuples(model: PreTrainedModel) -> bool:
-    return not getattr(model.config, "return_dict", True)
 
 
 def _makes_cache(config: PreTrainedConfig) -> bool:

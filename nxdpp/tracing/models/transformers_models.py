@@ -49,3 +49,8 @@ def language_model(module: nn.Module) -> nn.Module | None:
 
 def _has_list(module: nn.Module) -> bool:
     return any(isinstance(child, nn.ModuleList) for child in listings.modules(module))
+
+
+def returns_tuples(model: PreTrainedModel) -> bool:
+    """Return whether the configuration of ``model`` asks for tuples in place of outputs with names."""
+    return not getattr(model.config, "return_dict", True)

@@ -147,11 +147,8 @@ def declared_around(module: nn.Module, layers: Iterable[str]) -> list[str]:
 
 
 def _declared_layer_classes(module: nn.Module) -> tuple[type[nn.Module], ...]:
-    classes = dict.fromkeys(_declared_by(module))
-    for model in transformers_models(module).values():
-        if model is not module:
-            classes |= dict.fromkeys(_declared_by(model))
-    return tuple(classes)
+    models = dict.fromkeys([module, *transformers_models(module).values()])
+    return tuple(dict.fromkeys(cls for model in models for cls in _declared_by(model)))
 
 
 def _declared_by(module: nn.Module) -> list[type[nn.Module]]:

@@ -110,7 +110,16 @@ class AnsweringTracer(fx.Tracer):
         of the graph.
         """
         answer = self._sure_truth(node, is_none)
-        return (self._guess_none(node), False) if answer is None else (answer, True)
+        if answer is not None:
+            return answer, True
+
+        def guess() -> bool | None:
+            for sizes in self._guesses:
+                with suppress(UnknownSizeError):
+                    return bool(sizes.read(node, is_none))
+            return None
+
+        return self.answers.get((node.name, "guess"), guess), False
 
     def is_tensor(self, node: fx.Node) -> bool:
         """Return whether a value is surely a tensor for inputs of the sizes at hand. It then is a fact of the graph."""
@@ -129,16 +138,6 @@ class AnsweringTracer(fx.Tracer):
     @cached_property
     def _guesses(self) -> list[Sizes]:
         return [Sizes(self.root, self._shapes, guess, self._modes) for guess in (True, False)]
-
-    def _guess_none(self, node: fx.Node) -> bool | None:
-        def guess() -> bool | None:
-            for sizes in self._guesses:
-                with suppress(UnknownSizeError):
-                    return bool(sizes.read(node, is_none))
-            return None
-
-        answer: bool | None = self.answers.get((node.name, "guess"), guess)
-        return answer
 
     def _guess_answer(self, node: fx.Node, read: Callable[[Any], Any], unknown: UnknownInputError) -> Any:
         if self._guess is None:

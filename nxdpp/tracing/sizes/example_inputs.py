@@ -48,7 +48,8 @@ def example_specs(
         # An input that a subclass requires need not be tokens.
         usual = names if input_names is not None else _main_inputs(module)
         return {name: _SPECS.get(name, _TOKENS if name in usual else UNKNOWN) for name in names}
-    return {name: _spec_of_known(name) if models else UNKNOWN for name in names}
+    tokens = {name: _TOKENS if models and _TOKEN_NAMES.fullmatch(name) else UNKNOWN for name in names}
+    return {**tokens, **{name: _SPECS[name] for name in names if models and name in _SPECS}}
 
 
 def _input_names(module: nn.Module, models: Mapping[str, PreTrainedModel]) -> list[str]:
@@ -80,10 +81,6 @@ def required_inputs(module: nn.Module) -> list[str]:
 
 def _main_inputs(model: PreTrainedModel) -> tuple[str, str]:
     return str(model.main_input_name), "labels"
-
-
-def _spec_of_known(name: str) -> InputSpec:
-    return _SPECS.get(name) or (_TOKENS if _TOKEN_NAMES.fullmatch(name) else UNKNOWN)
 
 
 def example_shapes(

@@ -75,15 +75,12 @@ class ReachableState:
                     self.functions[function] = None
                     self.names |= names_in(function)
         self.asked = frozenset(name for function in self.functions for name in names_on_others(function))
-        self.of_leaves = self._attributes_of_leaves()
-
-    def _attributes_of_leaves(self) -> list[tuple[nn.Module, str, str]]:
-        """Attributes of leaves that code names, with module and path; except the ones that a run of the leaf stores."""
+        # Attributes of leaves that code names; except the ones that a run of the leaf stores.
         own = set(self.spine)
         root = self.spine[0]
         leaves = {part: path for path, part in listings.named_modules(root) if part not in own}
         stored = stored_names(leaves)
-        return [
+        self.of_leaves = [
             (part, f"{type(root).__name__}.{path}.{name}", name)
             for part, path in leaves.items()
             for name in sorted(self.asked & vars(part).keys() - stored.of(part))

@@ -136,12 +136,9 @@ class ValuesWalk(StateWalk):
         for function in () if self._state is None else self._state.functions:
             self._enter_function(function, f"{function.__module__}.{function.__qualname__}", 0)
             if _OF_ENVIRONMENT & names_in(function):
-                self._enter_environment()
-
-    def _enter_environment(self) -> None:
-        """Note all variables of the environment: code may compute their names."""
-        self.reads.append(lambda: [*os.environ, *os.environ.values()])
-        self.values["os.environ"] = (None, tuple(os.environ.items()))
+                # All of it: code may compute the names of variables.
+                self.reads.append(lambda: [*os.environ, *os.environ.values()])
+                self.values["os.environ"] = (None, tuple(os.environ.items()))
 
     def _visit(self, value: Any, path: str, name: str | None, depth: int) -> None:
         self.kept.append(value)

@@ -13,7 +13,7 @@ other Python objects, the same graph   a counter that code compares with a limit
 """
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -148,7 +148,9 @@ class Carried:
         return attribute in PARAMETERS.of(self._root.get_submodule(owner))
 
     def _copied(self, node: fx.Node, graph: fx.Graph, copies: dict[fx.Node, Any]) -> fx.Node:
-        for needed in self._in_order(node, copies):
+        """The copy of ``node`` in ``graph``, after copies of the nodes that it depends on and that have none yet."""
+        above = reached([node], lambda each: () if reads(each, _METADATA) or each in copies else each.all_input_nodes)
+        for needed in sorted(above.keys() - copies.keys()):
             if reads(needed, _METADATA):
                 # Of any tensor: the graph is only for comparison.
                 inputs = next(other for other in graph.nodes if other.op == "placeholder")
@@ -158,11 +160,6 @@ class Carried:
             self._numbers.give(copies[needed], needed)
         copied: fx.Node = copies[node]
         return copied
-
-    def _in_order(self, node: fx.Node, copies: Mapping[fx.Node, Any]) -> list[fx.Node]:
-        """``node`` and the nodes that it depends on and that have no copy yet."""
-        needed = reached([node], lambda each: () if reads(each, _METADATA) or each in copies else each.all_input_nodes)
-        return sorted(needed.keys() - copies.keys())
 
 
 def _refuse_changes(name: str, state: ReachableState, changes: list[ChangedState]) -> None:
