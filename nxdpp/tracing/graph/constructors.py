@@ -22,7 +22,7 @@ from nxdpp.tracing.code.frames import caller, module_of
 from nxdpp.tracing.graph.calls import has_proxy, record_opaque_call
 from nxdpp.tracing.graph.swap import all_swapped, in_this_thread, replaced, sources, swapped_in_this_thread
 from nxdpp.tracing.modules import listings
-from nxdpp.tracing.values.type_answers import traced_is_tensor
+from nxdpp.tracing.values.type_answers import traced_isinstance
 
 _CONSTRUCTORS = (
     "arange", "as_tensor", "empty", "empty_like", "eye", "full", "linspace", "ones", "tensor", "tril_indices",
@@ -51,7 +51,8 @@ def recorded_constructors(tracer: fx.Tracer) -> AbstractContextManager[None]:
     replacements |= {name: _refusal(name, _DRAWN_ONCE) for name in _RANDOM}
     replacements |= {name: _recorder(tracer, getattr(torch, name), has_proxy) for name in _OF_METADATA}
     replacements |= {name: _recorder(tracer, getattr(torch, name), _takes_a_sequence) for name in _OF_SEQUENCES}
-    return swapped_in_this_thread(vars(torch), {**replacements, "is_tensor": traced_is_tensor})
+    replacements["is_tensor"] = lambda value: traced_isinstance(value, torch.Tensor)
+    return swapped_in_this_thread(vars(torch), replacements)
 
 
 def refused_random_tensors() -> AbstractContextManager[None]:

@@ -199,7 +199,10 @@ def unchanged_modules(modules: list[nn.Module], helpers: Sequence[nn.Module] = (
     finally:
         for store, old in zip(stores, before, strict=True):
             for name in [name for name, value in store.items() if isinstance(value, fx.Proxy)]:
-                _put_back(store, name, old)
+                if name in old:
+                    store[name] = old[name]
+                else:
+                    del store[name]
 
 
 def _is_number(value: Any) -> bool:
@@ -221,10 +224,3 @@ def _is_moved(node: Any, module: nn.Module, name: str, proxy: fx.Proxy) -> bool:
         and all(reads(argument, _METADATA) for argument in others)
         and _is_moved(node.args[0], module, name, proxy)
     )
-
-
-def _put_back(store: dict[str, Any], name: str, old: dict[str, Any]) -> None:
-    if name in old:
-        store[name] = old[name]
-    else:
-        del store[name]

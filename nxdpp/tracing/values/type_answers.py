@@ -94,11 +94,6 @@ def _type_of_metadata(value: fx.Proxy) -> type:
     return found
 
 
-def traced_is_tensor(value: Any) -> bool:
-    """``torch.is_tensor`` for traced code."""
-    return traced_isinstance(value, torch.Tensor)
-
-
 def reads_parameter(value: fx.Proxy) -> bool:
     """Return whether ``value`` is a parameter of the model."""
     if value.node.op != "get_attr":
