@@ -10,11 +10,7 @@ from contextlib import ExitStack, contextmanager
 
 import torch
 from torch import nn
-from torch.nn.modules.module import (
-    register_module_buffer_registration_hook,
-    register_module_module_registration_hook,
-    register_module_parameter_registration_hook,
-)
+from torch.nn.modules import module as all_modules
 from torch.nn.parameter import is_lazy
 
 from nxdpp.ground.transformers_names import IS_INITIALIZED
@@ -98,9 +94,9 @@ class _MetaContext:
 
     def register_hooks(self) -> list[torch.utils.hooks.RemovableHandle]:
         return [
-            register_module_parameter_registration_hook(self._take_parameter),
-            register_module_buffer_registration_hook(self._take_buffer),  # type: ignore[arg-type]  # may return a buffer
-            register_module_module_registration_hook(self._note_module),
+            all_modules.register_module_parameter_registration_hook(self._take_parameter),
+            all_modules.register_module_buffer_registration_hook(self._take_buffer),  # type: ignore[arg-type]  # may return one
+            all_modules.register_module_module_registration_hook(self._note_module),
         ]
 
     def forget_initialised(self) -> None:

@@ -38,7 +38,8 @@ class Caches:
     """The caches of one trace."""
 
     def __init__(self) -> None:
-        self._users: list[tuple[Any, dict[int, nn.Module]]] = []
+        # By the id of a cache: the cache, which keeps its id, and the modules that use its parts.
+        self._users: dict[int, tuple[Any, dict[int, nn.Module]]] = {}
 
     def for_layer(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Return the arguments of a call of ``module``, with a traced cache in place of each that the spine filled.
@@ -59,10 +60,7 @@ class Caches:
         return args, kwargs
 
     def _note(self, cache: Any, module: nn.Module, numbers: Collection[int]) -> None:
-        users = next((users for known, users in self._users if known is cache), None)
-        if users is None:
-            users = {}
-            self._users.append((cache, users))
+        _, users = self._users.setdefault(id(cache), (cache, {}))
         for number in numbers:
             if users.setdefault(number, module) is not module:
                 raise RuntimeError(
@@ -84,10 +82,8 @@ def recorded_with_shapes(function: Callable[..., Any]) -> Callable[..., Any]:
         return _record(_Template(leaf, None), leaf)
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        if any(_is_cache(value) for value in (*args, *kwargs.values())):
-            args = tuple(map(shapes, args))
-            kwargs = {name: shapes(value) for name, value in kwargs.items()}
-        return value_or_absent(record(*args, **kwargs), function)
+        kwargs = {name: shapes(value) for name, value in kwargs.items()}
+        return value_or_absent(record(*map(shapes, args), **kwargs), function)
 
     return in_this_thread(call, function)
 

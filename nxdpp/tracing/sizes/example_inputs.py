@@ -61,12 +61,11 @@ def _input_names(module: nn.Module, models: Mapping[str, PreTrainedModel]) -> li
     if not models:
         return required
     model = next(iter(models.values()))
-    main = _main_inputs(model)
+    known = set(parameters)
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
-        passed_on = inspect.signature(model.forward).parameters
-        # A required input, such as a batch of another form, takes the place of the main input.
-        return [*required, *(name for name in main if name not in required and name in {*parameters, *passed_on})]
-    return [*required, *(name for name in main if name in parameters and name not in required)]
+        known.update(inspect.signature(model.forward).parameters)
+    # A required input, such as a batch of another form, takes the place of the main input.
+    return [*required, *(name for name in _main_inputs(model) if name in known and name not in required)]
 
 
 def required_inputs(module: nn.Module) -> list[str]:
