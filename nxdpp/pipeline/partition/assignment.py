@@ -13,7 +13,6 @@ from nxdpp.tracing.code.order import parts_in_order
 from nxdpp.tracing.graph import uses
 from nxdpp.tracing.graph.checks import asks_for_none
 from nxdpp.tracing.graph.errors import model_line
-from nxdpp.tracing.graph.tensor_hooks import registers_hook
 from nxdpp.tracing.graph.trace import TracedGraph
 from nxdpp.tracing.models.captured_outputs import ends_capture
 from nxdpp.tracing.models.library_calls import pads_a_result
@@ -224,8 +223,6 @@ def _by_module(owners: Owners) -> _Owned:
 def _reads_a_result(node: fx.Node) -> bool:
     """Return whether ``node`` only picks an item of another node's value, or checks it, and so stays on its stage."""
     if asks_for_none(node) or pads_a_result(node) or reads_left_behind(node) or ends_capture(node):
-        return True
-    if registers_hook(node):
         return True
     return node.op == "call_function" and (getattr(node.target, "__name__", "") == "getitem" or node.target is contents)
 

@@ -16,7 +16,6 @@ from nxdpp.tracing.code.names import is_framework
 from nxdpp.tracing.graph.checks import mask_with_items, value_or_none
 from nxdpp.tracing.graph.errors import TRACING
 from nxdpp.tracing.graph.modes import applied, current_modes
-from nxdpp.tracing.graph.tensor_hooks import hook_method
 from nxdpp.tracing.modules import listings
 from nxdpp.tracing.sizes.input_specs import InputSpec, length_of, spec_of
 from nxdpp.tracing.sizes.sizes import UnknownSizeError, number_of_items
@@ -101,8 +100,13 @@ class RecordingProxy(_SizedProxy):
             raise AttributeError(name)
         if not has_name(self.node, name):
             raise AttributeError(name)
-        if name == "register_hook" and not reads_parameter(self):
-            return hook_method(self)
+        if name == "register_hook":
+            raise _tracer(self).refused(
+                RuntimeError(
+                    f"forward registers a hook on {self.node.name} outside the transformer layers, which no step would "
+                    f"repeat. Register it in a module of its own, which takes the value and returns it."
+                )
+            )
         if name in _OF_AUTOGRAD:
             raise _tracer(self).refused(
                 RuntimeError(
