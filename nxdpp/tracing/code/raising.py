@@ -5,9 +5,6 @@
     if x.isnan().any():                          asks ── true ──▶ ValueError("nan")         a branch that only raises
         raise ValueError("nan")                    └──── false ─▶ the code continues
 
-    if (x < 0).any() and x.max() > 5: raise ...  asks ── true ──▶ asks ── true ──▶ raises   a chain of questions
-                                                   └──── false ────┴───── false ─▶ the code continues
-
 Each kind of statement that is not known here, and code without a source, ends the search: the branch then does more.
 """
 
@@ -16,7 +13,6 @@ import builtins
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
 
 from nxdpp.tracing.code.frames import Frame, asked_value, running, runs, variable
 from nxdpp.tracing.code.source import Function
@@ -35,36 +31,22 @@ class Raises:
     text: str
 
 
-@dataclass(frozen=True)
-class Question:
-    """A branch that depends on the truth of the value of ``asked``, a part of the condition ``top``.
-
-    ``raises`` has the exceptions of branches that only raise, by the truth that leads there. ``chained`` is the truth
-    that leads to further questions, after which the code raises, or continues as for the other.
-    """
-
-    asked: ast.AST
-    raises: dict[bool, Raises]
-    chained: bool | None
-    top: ast.AST
-
-
-def question_of(frame: Frame) -> Question | None:
-    """The question that ``frame`` decides now, ``None`` where it does something else with the truth of a value.
+def branches_that_raise(frame: Frame) -> dict[bool, Raises]:
+    """The exceptions of branches that only raise, by the truth that leads there of the value that ``frame`` asks now.
 
     A function that returns the truth, ``return bool(x)``, leaves the question to a caller that asks nothing else.
     """
-    return _question(frame, asked_value(frame))
+    return _branches(frame, asked_value(frame))
 
 
-def _question(frame: Frame, path: Sequence[ast.AST]) -> Question | None:
+def _branches(frame: Frame, path: Sequence[ast.AST]) -> dict[bool, Raises]:
     depth = next((i for i in reversed(range(len(path))) if isinstance(path[i], ast.stmt)), 0)
     top = path[depth] if path else None
     if isinstance(top, ast.Return) and not _is_caught(path[:depth]):
         is_handed_on = depth + 2 < len(path) and all(map(_is_bool, path[depth + 1 : -1]))
-        return _question_of_caller(frame) if is_handed_on else None
+        return _branches_of_caller(frame) if is_handed_on else {}
     if not isinstance(top, ast.If | ast.Assert) or _is_caught(path[:depth]):
-        return None
+        return {}
     outside = _names_outside(path[:depth])
     branches: dict[bool, list[ast.stmt]] = (
         {True: top.body, False: top.orelse} if isinstance(top, ast.If) else {True: [], False: [top]}
@@ -73,36 +55,20 @@ def _question(frame: Frame, path: Sequence[ast.AST]) -> Question | None:
     if isinstance(top, ast.Assert):
         ends[False] = frozenset({_RAISES})
     known = {truth: end or frozenset({f"the branch of {truth}"}) for truth, end in ends.items()}
-    ways = _ways_of(path[depth:], known)
-    if ways is None:
-        return None
     doomed = [statement for truth, branch in branches.items() if ends[truth] == {_RAISES} for statement in branch]
-    raises = {truth: _raised(doomed, frame) for truth, way in ways.items() if way == {_RAISES}}
-    # One truth ends at once, the other either raises or ends there too.
-    chains = (t for t in (True, False) if not raises and len(ways[not t]) == 1 and ways[t] == ways[not t] | {_RAISES})
-    chained = next(chains, None)
-    return Question(path[-1], raises, chained, top)
+    ways = _ways_of(path[depth:], known) or {}
+    return {truth: _raised(doomed, frame) for truth, way in ways.items() if way == {_RAISES}}
 
 
-def _question_of_caller(frame: Frame) -> Question | None:
-    """The question of the caller of ``frame``, which returns a truth; ``None`` where C code or a chain is between."""
+def _branches_of_caller(frame: Frame) -> dict[bool, Raises]:
+    """The branches of the caller of ``frame``, which returns a truth; none where C code or a chain is between."""
     outer = frame.f_back
     path = () if outer is None else running(outer)
     call = path[-1] if path else None
     if outer is None or not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name):
-        return None
+        return {}
     is_direct = runs(frame, variable(outer, call.func.id))
-    return _question(outer, path) if is_direct and not any(isinstance(each, ast.BoolOp) for each in path) else None
-
-
-def follows(question: Question, before: Question) -> bool:
-    """Return whether ``question`` is a later part of the condition of ``before``, or one in its branches."""
-    is_inside = any(node is question.asked for node in ast.walk(before.top))
-    return is_inside and _begin(before.asked) < _begin(question.asked)
-
-
-def _begin(node: Any) -> tuple[int, int]:
-    return node.lineno, node.col_offset
+    return _branches(outer, path) if is_direct and not any(isinstance(each, ast.BoolOp) for each in path) else {}
 
 
 def _ways_of(path: Sequence[ast.AST], ways: dict[bool, _Ways]) -> dict[bool, _Ways] | None:

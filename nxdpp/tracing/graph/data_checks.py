@@ -4,7 +4,7 @@
 code between layers                                         node of the graph
 ==========================================================  ============================================
 ``if x.isnan().any(): raise ValueError(...)``               raises ``ValueError`` where the value is true
-``if a and b: raise ...``, ``if a or b: raise ...``         one of both values, or one of each
+``if a or b: raise ...``                                    raises for each value
 ``assert x``                                                raises ``AssertionError``
 ``torch._assert``, ``torch._check`` and transformers' own   raises the error of the function
 ==========================================================  ============================================
@@ -13,7 +13,6 @@ code between layers                                         node of the graph
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
@@ -23,7 +22,7 @@ from transformers.utils import import_utils
 
 from nxdpp.ground.torch_names import ASSERT, ASSERT_ASYNC, CHECK_WITH
 from nxdpp.tracing.code.frames import Frame
-from nxdpp.tracing.code.raising import Question, Raises, follows, question_of
+from nxdpp.tracing.code.raising import Raises, branches_that_raise
 from nxdpp.tracing.graph.calls import record_opaque_call
 from nxdpp.tracing.graph.checks import run_in_every_step
 from nxdpp.tracing.graph.errors import calling_line, model_line, stack_line
@@ -32,12 +31,11 @@ from nxdpp.tracing.graph.swap import replaced, swapped
 _CHECKS = frozenset({ASSERT.name, ASSERT_ASYNC.name})
 # transformers 5.0 has no such function.
 _COMPILABLE = getattr(import_utils, "torch_compilable_check", None)
-_Condition = tuple[fx.Proxy, bool]
 
 
-def raise_where(values: list[Any], truths: list[bool], error: type[Exception], text: str, place: str) -> None:
-    """Raise ``error``, or ``RuntimeError`` if it takes no text, where each value has its truth; waits for a GPU."""
-    if not all(bool(value) is truth for value, truth in zip(values, truths, strict=True)):
+def raise_where(value: Any, truth: bool, error: type[Exception], text: str, place: str) -> None:
+    """Raise ``error``, or ``RuntimeError`` if it takes no text, where ``value`` has that truth; waits for a GPU."""
+    if bool(value) is not truth:
         return
     told = "an assertion of the model does not hold" if error is AssertionError else "the model raises for this data"
     message = f"{told}{': ' if text else ''}{text}\n  at {place}"
@@ -48,39 +46,17 @@ def raise_where(values: list[Any], truths: list[bool], error: type[Exception], t
     raise raised
 
 
-@dataclass
-class _Chain:
-    """Values that have been asked, and the rest of whose condition is asked next, in ``frame``."""
+def truth_that_continues(value: fx.Proxy, asker: Frame) -> bool | None:
+    """Return the truth of ``value`` with which the code of ``asker`` continues where it raises for the other one.
 
-    frame: Frame
-    question: Question
-    conditions: list[_Condition]
-
-
-class DataChecks:
-    """Answers for code that raises, or continues, as the data tells."""
-
-    def __init__(self) -> None:
-        self._chain: _Chain | None = None
-
-    def answer(self, value: fx.Proxy, asker: Frame) -> bool | None:
-        """Return the truth with which the code continues, and record the check; ``None`` for code that does more."""
-        chain, self._chain = self._chain, None
-        question = question_of(asker)
-        if question is None:
-            return None
-        if chain is not None and not (asker is chain.frame and follows(question, chain.question)):
-            chain = None
-        conditions = [] if chain is None else chain.conditions
-        if len(question.raises) == 1:
-            ((truth, raises),) = question.raises.items()
-            _record([*conditions, (value, truth)], raises, model_line(stack_line(asker)))
-            self._chain = chain
-            return not truth
-        if question.chained is None:
-            return None
-        self._chain = _Chain(asker, question, [*conditions, (value, question.chained)])
-        return question.chained
+    The check is recorded. ``None`` for code that does more.
+    """
+    raises = branches_that_raise(asker)
+    if len(raises) != 1:
+        return None
+    ((truth, raised),) = raises.items()
+    _record(value, truth, raised, model_line(stack_line(asker)))
+    return not truth
 
 
 def is_check(node: fx.Node) -> bool:
@@ -118,13 +94,12 @@ def _check_with(error_type: type[Exception], cond: Any, message: Any = None) -> 
 
 def _check(value: fx.Proxy, error: type[Exception], message: Any) -> None:
     text = message if isinstance(message, str) else ""
-    _record([(value, False)], Raises(error, text), model_line(calling_line()))
+    _record(value, False, Raises(error, text), model_line(calling_line()))
 
 
 def _all_true(value: Any) -> bool:
     return bool(value.all()) if isinstance(value, torch.Tensor) else bool(value)
 
 
-def _record(conditions: list[_Condition], raises: Raises, place: str) -> None:
-    values, truths = [value for value, _ in conditions], [truth for _, truth in conditions]
-    run_in_every_step(record_opaque_call(raise_where, (values, truths, raises.error, raises.text, place), {}).node)
+def _record(value: fx.Proxy, truth: bool, raises: Raises, place: str) -> None:
+    run_in_every_step(record_opaque_call(raise_where, (value, truth, raises.error, raises.text, place), {}).node)

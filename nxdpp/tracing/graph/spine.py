@@ -27,7 +27,7 @@ from nxdpp.tracing.graph.calls import (
 )
 from nxdpp.tracing.graph.checks import run_in_every_step, value_or_none
 from nxdpp.tracing.graph.constructors import recorded_constructors, recorded_sizes
-from nxdpp.tracing.graph.data_checks import DataChecks, is_check, recorded_checks
+from nxdpp.tracing.graph.data_checks import is_check, recorded_checks, truth_that_continues
 from nxdpp.tracing.graph.errors import StaleValueError, calling_line
 from nxdpp.tracing.graph.swap import StableSet, sources, stable_attributes, swapped
 from nxdpp.tracing.models.captured_outputs import call_capturing
@@ -73,7 +73,6 @@ class SpineTracer(AnsweringTracer):
         self._left_behind: LeftBehind | None = None
         self._thread = threading.get_ident()
         self.refusal: Exception | None = None
-        self._data_checks = DataChecks()
         self.finished = False
         self.first_input: fx.Proxy | None = None
 
@@ -188,7 +187,7 @@ class SpineTracer(AnsweringTracer):
             return bool(self.fact(obj.node, bool))
         except UnknownSizeError as error:
             # The asking code is two frames up, above the proxy's __bool__.
-            if (answer := self._data_checks.answer(obj, caller(1))) is not None:
+            if (answer := truth_that_continues(obj, caller(1))) is not None:
                 return answer
             if (answer := answer_with_items(obj)) is not None or (answer := answer_of_features(obj)) is not None:
                 return answer

@@ -57,16 +57,16 @@ def _unusual_error(x: Tensor) -> None:
 
 def _several(x: Tensor) -> None:
     for row in range(2):
-        if x[row].isnan().any() and (x.sum() > 0 or not x.isfinite().all()):
+        if x[row].isnan().any() or not (x[row].isfinite().all()):
             raise ValueError("bad")
 
 
 def _in_many_forms(x: Tensor) -> int:
     """All forms of a branch that only raises; the last one raises for numbers that are not finite."""
     error = KeyError
-    if not (x < 1e9).all() and x.isfinite().all():
+    if (x > 1e9).any() or (x < -1e9).any():
         raise TypeError
-    if x.max() < 1e6 or x.isnan().any():
+    if not (x > 1e6).any():
         y = 1
     else:
         shown = [str(part) for part in (1, 2)]
@@ -136,18 +136,6 @@ def test_the_error_has_the_text_and_the_line_of_the_model() -> None:
         _cut(Refuses(_unusual_error), 2).forward({"x": X * torch.nan})
 
 
-def test_all_values_of_a_condition_count() -> None:
-    def check(value: Tensor) -> None:
-        if value.shape[-1] == 2 and (value.max() > 5 and value.mean() < 100):
-            raise ValueError("bad")
-
-    chain = _cut(Refuses(lambda value: check(value[:, :2])), 2)
-    for first in (1.0, -1.0):
-        chain.forward({"x": torch.tensor([[first, 2.0, 0.0, 0.0]])})
-        with pytest.raises(ValueError, match="bad"):
-            chain.forward({"x": torch.tensor([[first, 7.0, 0.0, 0.0]])})
-
-
 def _calls(x: Tensor) -> None:
     if x.isnan().any():
         print("bad")
@@ -196,9 +184,22 @@ def _raises_sometimes(x: Tensor, really: bool = False) -> int:
     return 2
 
 
+def _needs_both(x: Tensor) -> None:
+    if x.isnan().any() and x.max() > 5:
+        raise ValueError("bad")
+
+
 @pytest.mark.parametrize(
     "check",
-    [_calls, _is_caught, _sets_a_variable, _sets_a_variable_in_a_condition, _has_a_finally, _raises_sometimes],
+    [
+        _calls,
+        _needs_both,
+        _is_caught,
+        _sets_a_variable,
+        _sets_a_variable_in_a_condition,
+        _has_a_finally,
+        _raises_sometimes,
+    ],
 )
 def test_another_decision_that_depends_on_data_is_refused(check: Callable[[Tensor], Any]) -> None:
     model = Refuses(check)
