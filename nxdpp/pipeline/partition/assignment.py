@@ -18,7 +18,7 @@ from nxdpp.tracing.models.captured_outputs import ends_capture
 from nxdpp.tracing.models.library_calls import pads_a_result
 from nxdpp.tracing.models.shared_state import contents
 from nxdpp.tracing.modules import listings
-from nxdpp.tracing.modules.attribute_nodes import reads_left_behind
+from nxdpp.tracing.modules.left_behind import reads_left_behind
 
 # Name of a parameter, or of a changing buffer -> the stages (or ranks) that hold it.
 Owners = dict[str, set[int]]

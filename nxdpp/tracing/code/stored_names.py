@@ -139,11 +139,11 @@ class _Search:
             function, cls = self._pending.pop()
             for wrapped in _wrapped_by(function):
                 self.reach(wrapped, cls)
-            stored = _stored_by(function.__code__)
-            if stored.on_self:
+            on_self, on_others = _stored_by(function.__code__)
+            if on_self:
                 names = self.on_others if cls is None else self.on_self.setdefault(cls, set())
-                names |= stored.on_self
-            self.on_others |= stored.on_others
+                names |= on_self
+            self.on_others |= on_others
             for name in used_names(function):
                 self.reach_name(name)
                 self._reach_global(function.__globals__.get(name), function)
@@ -161,21 +161,14 @@ class _Search:
                     self._reach_global(member, function)
 
 
-@dataclass(frozen=True)
-class _Stored:
-    """Names that one function stores on its first argument, and on other objects."""
-
-    on_self: frozenset[str]
-    on_others: frozenset[str]
-
-
 @functools.lru_cache(1 << 14)
-def _stored_by(code: CodeType) -> _Stored:
+def _stored_by(code: CodeType) -> tuple[frozenset[str], frozenset[str]]:
+    """Names that one function stores on its first argument, and on other objects."""
     tree = tree_of(code)
     if tree is None:
-        return _Stored(frozenset(), names_in(code))
+        return frozenset(), names_in(code)
     stores = _Stores(tree)
-    return _Stored(frozenset(stores.on_self), frozenset(stores.on_others))
+    return frozenset(stores.on_self), frozenset(stores.on_others)
 
 
 class _Stores(ast.NodeVisitor):
@@ -245,7 +238,7 @@ def _stores_an_item(node: ast.AST) -> bool:
 
 def _stored_by_constructors(cls: type) -> set[str]:
     constructors = (vars(base).get("__init__") for base in cls.__mro__)
-    return {n for f in constructors if isinstance(f, FunctionType) for n in _stored_by(f.__code__).on_self}
+    return {n for f in constructors if isinstance(f, FunctionType) for n in _stored_by(f.__code__)[0]}
 
 
 def _functions_in(value: Any) -> list[FunctionType]:

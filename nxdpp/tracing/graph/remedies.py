@@ -25,17 +25,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from nxdpp.tracing.code.frames import (
-    Frame,
-    file_of,
-    frames_of,
-    function_name,
-    globals_of,
-    module_of,
-    raises_now,
-    runs,
-    variable,
-)
+from nxdpp.tracing.code import frames
+from nxdpp.tracing.code.frames import Frame, file_of, module_of, runs, variable
 from nxdpp.tracing.graph.constructors import DRAWN
 from nxdpp.tracing.graph.errors import TRACING, is_machinery
 
@@ -67,8 +58,8 @@ def remedy(error: Exception, any_tracer: bool, around: Sequence[str] = ()) -> st
     ``any_tracer`` is ``True`` for a tracer that goes through modules other than the ones above layers. ``around`` are
     the names of declared layer classes that hold the layers of this trace.
     """
-    frames = frames_of(error.__traceback__)
-    last, at = frames[-1]
+    places = frames.frames_of(error.__traceback__)
+    last, at = places[-1]
     if _is_of_the_model(error, last, at):
         return _OTHER_INPUTS
     if around:
@@ -79,8 +70,8 @@ def remedy(error: Exception, any_tracer: bool, around: Sequence[str] = ()) -> st
         )
     if TRACING in file_of(last) and re.search(r"[a-z)]\. [A-Z]", str(error)):
         return ""
-    own = [frame for frame, _ in frames if not is_machinery(file_of(frame))]
-    return _remedy_for_line([frame for frame in own if not function_name(frame).startswith("<")], any_tracer)
+    own = [frame for frame, _ in places if not is_machinery(file_of(frame))]
+    return _remedy_for_line([frame for frame in own if not frames.function_name(frame).startswith("<")], any_tracer)
 
 
 def remedy_for_constants(made: Sequence[Any], any_tracer: bool) -> str:
@@ -108,19 +99,19 @@ def _is_of_the_model(error: Exception, last: Frame, at: int) -> bool:
     if isinstance(error, KeyError) or (isinstance(error, TypeError) and _BAD_CALL.search(str(error))):
         return True
     file = file_of(last)
-    return raises_now(last, at) and "/torch/" not in file and TRACING not in file
+    return frames.raises_now(last, at) and "/torch/" not in file and TRACING not in file
 
 
-def _remedy_for_line(frames: list[Frame], any_tracer: bool) -> str:
-    if any_tracer and any(module_of(frame).startswith("transformers.") for frame in frames):
+def _remedy_for_line(own: list[Frame], any_tracer: bool) -> str:
+    if any_tracer and any(module_of(frame).startswith("transformers.") for frame in own):
         return _OF_TRANSFORMERS
-    modules = [i for i, frame in enumerate(frames) if isinstance(variable(frame, "self"), nn.Module)]
+    modules = [i for i, frame in enumerate(own) if isinstance(variable(frame, "self"), nn.Module)]
     if not modules:
         return _OF_ITS_OWN
-    innermost = frames[modules[-1]]
-    called = frames[modules[-1] + 1] if modules[-1] + 1 < len(frames) else None
+    innermost = own[modules[-1]]
+    called = own[modules[-1] + 1] if modules[-1] + 1 < len(own) else None
     if called is not None and (function := _function_of(called)) is not None:
-        if any(value is function for value in globals_of(innermost)):
+        if any(value is function for value in frames.globals_of(innermost)):
             return f"Make {function.__qualname__} a single node: autowrap_functions=[{function.__qualname__}]."
         return (
             f"Make its functions single nodes: import {function.__module__}; autowrap_modules=[{function.__module__}]."

@@ -15,7 +15,6 @@ from torch import fx, nn
 from nxdpp.ground.torch_names import FUNCTIONAL_CALL, pytree
 from nxdpp.tracing.code.frames import caller, module_of
 from nxdpp.tracing.graph.swap import in_this_thread
-from nxdpp.tracing.modules import listings
 from nxdpp.tracing.values.metadata import LIKE
 from nxdpp.tracing.values.type_answers import reads_parameter
 
@@ -134,22 +133,15 @@ def refused_functional_calls() -> Iterator[None]:
     if FUNCTIONAL_CALL.warn_if_gone():
         yield
         return
-    original = FUNCTIONAL_CALL.found
 
-    def call(module: nn.Module, given: dict[str, torch.Tensor], *args: Any, **kwargs: Any) -> Any:
-        own: dict[str, torch.Tensor] = dict(listings.named_parameters(module, remove_duplicate=False))
-        own |= dict(listings.named_buffers(module, remove_duplicate=False))
-        given = {name: v.own if isinstance(v, ParameterOfModel) else v for name, v in given.items()}
-        other = [name for name, value in given.items() if value is not own.get(name)]
-        if other:
-            raise RuntimeError(
-                f"functional_call runs {type(module).__name__} with another {other[0]} than its own; a stage would "
-                f"run it with its own. Move the call into the forward of a layer, or of a module without layers, "
-                f"which runs as one node."
-            )
-        return original(module, given, *args, **kwargs)
+    def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError(
+            f"functional_call runs {type(module).__name__} outside the transformer layers with parameters that it is "
+            f"given; a stage would run it with its own. Move the call into the forward of a layer, or of a module "
+            f"without layers, which runs as one node."
+        )
 
-    before = FUNCTIONAL_CALL.replace(in_this_thread(call, original))
+    before = FUNCTIONAL_CALL.replace(in_this_thread(call, FUNCTIONAL_CALL.found))
     try:
         yield
     finally:

@@ -10,9 +10,9 @@ Code reaches the names that it loads. Code of torch, transformers, NumPy and the
 
 import ast
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
-from types import FunctionType, ModuleType
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -23,7 +23,7 @@ from nxdpp.ground.torch_names import BUFFERS, MODULES, VERSION
 from nxdpp.tracing.code.names import names_in
 from nxdpp.tracing.modules import listings
 from nxdpp.tracing.state.object_state import PLAIN
-from nxdpp.tracing.state.state_walk import ANY_ATTRIBUTE, StateWalk
+from nxdpp.tracing.state.state_walk import ANY_ATTRIBUTE, Leaves, NamesOf, StateWalk
 
 _LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 # Objects whose content no module leaves for another one.
@@ -58,10 +58,7 @@ class Reached(StateWalk):
     """
 
     def __init__(
-        self,
-        roots: Sequence[tuple[str, Any]],
-        names_of: Callable[[FunctionType], AbstractSet[str]] = names_in,
-        names: AbstractSet[str] | None = None,
+        self, roots: Sequence[tuple[str, Any]], names_of: NamesOf = names_in, names: AbstractSet[str] | None = None
     ) -> None:
         self.names = {"forward"} if names is None else set(names)
         self._roots = roots
@@ -76,7 +73,7 @@ class Reached(StateWalk):
             if names is None:
                 self.names.update(*map(names_of, self.functions))
 
-    def _visit_roots(self, spine: Sequence[nn.Module], of_leaves: Iterable[tuple[nn.Module, str, str]]) -> None:
+    def _visit_roots(self, spine: Sequence[nn.Module], of_leaves: Leaves) -> None:
         for path, root in self._roots:
             for below, part in listings.named_modules(root) if isinstance(root, nn.Module) else [("", root)]:
                 self._visit(part, f"{path}.{below}" if below else path, None, 0)

@@ -26,7 +26,7 @@ from nxdpp.tracing.code.names import is_framework, names_in, names_on_others
 from nxdpp.tracing.code.stored_names import stored_names
 from nxdpp.tracing.modules import listings
 from nxdpp.tracing.state.object_state import MISSING, PLAIN
-from nxdpp.tracing.state.state_walk import ANY_ATTRIBUTE, HOOKS, MOST_ITEMS, OF_MODULES, StateWalk
+from nxdpp.tracing.state.state_walk import ANY_ATTRIBUTE, HOOKS, MOST_ITEMS, OF_MODULES, Leaves, StateWalk
 
 
 @dataclass(frozen=True)
@@ -126,7 +126,7 @@ class DataWalk(StateWalk):
         self._data = values
         super().__init__((), ANY_ATTRIBUTE)
 
-    def _visit_roots(self, spine: Sequence[nn.Module], of_leaves: Iterable[tuple[nn.Module, str, str]]) -> None:
+    def _visit_roots(self, spine: Sequence[nn.Module], of_leaves: Leaves) -> None:
         for name, value in self._data.items():
             self._visit(value, str(name), str(name), 0)
 

@@ -34,7 +34,7 @@ from nxdpp.tracing.code.reads import is_read
 from nxdpp.tracing.state.object_state import PLAIN, member_key
 from nxdpp.tracing.state.reachable_state import ReachableState
 from nxdpp.tracing.state.settings import Same
-from nxdpp.tracing.state.state_walk import MOST_ITEMS, OF_MODULES, StateWalk
+from nxdpp.tracing.state.state_walk import MOST_ITEMS, OF_MODULES, Leaves, StateWalk
 
 # By path: the name under which code knows the value, or None where any code may read it, and a key of the value.
 Values = dict[str, tuple[str | None, Any]]
@@ -118,7 +118,7 @@ class ValuesWalk(StateWalk):
         self._state = state
         super().__init__(spine, set() if state is None else state.names, () if state is None else state.of_leaves)
 
-    def _visit_roots(self, spine: Sequence[nn.Module], of_leaves: Iterable[tuple[nn.Module, str, str]]) -> None:
+    def _visit_roots(self, spine: Sequence[nn.Module], of_leaves: Leaves) -> None:
         for number, module in enumerate(spine):
             config = vars(module).get("config")
             if isinstance(config, PreTrainedConfig):

@@ -7,7 +7,7 @@
 Stage 1 has an object of its own, without the change. The first run of a stage finds such changes. A stage may leave
 values in such objects for its own later modules: it runs them in order, for one microbatch after another. A number, and
 a tensor under a computed key, are refused where the source of other stages' modules reads them without setting them
-first (``shared_reads.py``).
+first (``code/reads.py``).
 """
 
 import functools

@@ -19,26 +19,8 @@ from transformers import PreTrainedConfig
 
 from nxdpp.ground.torch_names import FORWARD_HOOKS, FORWARD_PRE_HOOKS, VERSION
 from nxdpp.tracing.code.names import is_framework, names_in, parts_of, variables_of
-from nxdpp.tracing.state.object_state import (
-    ITERATORS,
-    MISSING,
-    PLAIN,
-    CachedFunction,
-    content_of,
-    counters,
-    generator_state,
-    holds_proxy,
-    iterator_state,
-    member_key,
-    set_attribute,
-    set_class,
-    set_dict,
-    set_items,
-    set_list,
-    set_set,
-    set_variable,
-    slots_of,
-)
+from nxdpp.tracing.state import object_state
+from nxdpp.tracing.state.object_state import MISSING, PLAIN, counters
 
 _DEEPEST = 8
 _MOST_OBJECTS = 10_000
@@ -50,10 +32,14 @@ ANY_ATTRIBUTE = frozenset({"getattr", "setattr", "delattr", "vars", "__dict__", 
 HOOKS = (FORWARD_PRE_HOOKS.name, FORWARD_HOOKS.name)
 # Attributes of every module; their content is the tracer's business.
 OF_MODULES = frozenset(vars(nn.Module()))
+Leaves = Iterable[tuple[nn.Module, str, str]]
+"""Modules outside of the spine, each with the path and the name of an attribute."""
+NamesOf = Callable[[FunctionType], AbstractSet[str]]
+"""A function that gives the names in the code of another one."""
 
 
 class StateWalk:
-    """One pass over the objects that the code of the modules ``spine`` can reach by the names ``reached``.
+    """One pass over the objects that the code of the modules ``spine`` can reach by ``names``.
 
     ``of_leaves`` has attributes of other modules, each as module, path and name. ``names_of`` gives the names that the
     code of a function uses. The pass finds ``functions`` of the user, ``caches`` (``functools.lru_cache``), ``keys`` of
@@ -62,11 +48,7 @@ class StateWalk:
     """
 
     def __init__(
-        self,
-        spine: Sequence[nn.Module],
-        reached: AbstractSet[str],
-        of_leaves: Iterable[tuple[nn.Module, str, str]] = (),
-        names_of: Callable[[FunctionType], AbstractSet[str]] = names_in,
+        self, spine: Sequence[nn.Module], names: AbstractSet[str], of_leaves: Leaves = (), names_of: NamesOf = names_in
     ) -> None:
         self.functions: dict[FunctionType, None] = {}
         self.caches: list[Any] = []
@@ -74,9 +56,9 @@ class StateWalk:
         self.undo: list[Callable[[], Any]] = []
         self.kept: list[Any] = []
         self.traced: dict[fx.Proxy, str] = {}
-        self._names = reached
+        self._names = names
         self._names_of = names_of
-        self._all = bool(reached & ANY_ATTRIBUTE)
+        self._all = bool(names & ANY_ATTRIBUTE)
         self._spine = {id(module) for module in spine}
         self._classes = {cls for module in spine for cls in type(module).__mro__}
         self._seen: dict[int, str] = {}
@@ -94,7 +76,7 @@ class StateWalk:
         for undo in reversed(self.undo):
             undo()
 
-    def _visit_roots(self, spine: Sequence[nn.Module], of_leaves: Iterable[tuple[nn.Module, str, str]]) -> None:
+    def _visit_roots(self, spine: Sequence[nn.Module], of_leaves: Leaves) -> None:
         for module in spine:
             self._visit(module, type(module).__name__, type(module).__name__, 0)
         for leaf, path, name in of_leaves:
@@ -112,8 +94,8 @@ class StateWalk:
         elif type(value) in PLAIN:
             # NaN is equal to itself here, and 1 is not True.
             self.keys[path, name] = (type(value), repr(value) if type(value) in (float, complex) else value)
-        elif isinstance(value, ITERATORS):
-            self.keys[path, name] = (type(value), repr(iterator_state(value)))
+        elif isinstance(value, object_state.ITERATORS):
+            self.keys[path, name] = (type(value), repr(object_state.iterator_state(value)))
         elif id(value) in self._seen:
             self.keys[path, name] = ("also", self._seen[id(value)])
         else:
@@ -140,7 +122,7 @@ class StateWalk:
         elif isinstance(value, BuiltinMethodType):
             if not isinstance(value.__self__, ModuleType | type):
                 self._visit(value.__self__, path, name, depth)
-        elif isinstance(value, CachedFunction):
+        elif isinstance(value, object_state.CachedFunction):
             if not is_framework(getattr(value, "__module__", None)):
                 self.caches.append(value)
                 self._visit(value.__wrapped__, path, name, depth)
@@ -148,14 +130,14 @@ class StateWalk:
             self._visit(value(), f"{path}()", name, depth)
         elif isinstance(value, ContextVar):
             content = value.get(MISSING)
-            self._note(lambda: (value.get(MISSING),), functools.partial(set_variable, value, content))
+            self._note(lambda: (value.get(MISSING),), functools.partial(object_state.set_variable, value, content))
             if content is not MISSING:
                 self._visit(content, f"{path}.get()", name, depth)
         elif isinstance(value, threading.local):
             self._note_items(vars(value), list(vars(value)))
             self.keys[path, name] = (type(value),)
             self._visit_items(vars(value), f"{path}.", "", depth)
-        elif (found := generator_state(value)) is not None:
+        elif (found := object_state.generator_state(value)) is not None:
             state, undo = found
             self.keys[path, name] = ("a generator", type(value), state)
             if undo is not None:
@@ -193,7 +175,7 @@ class StateWalk:
         elif "__wrapped__" in vars(function):
             self._visit(vars(function)["__wrapped__"], path, function.__name__, depth)
         for name, cell in variables_of(function):
-            content = content_of(cell)
+            content = object_state.content_of(cell)
             # A decorator of a framework holds the function of the user.
             if content is not MISSING and (is_own or isinstance(content, FunctionType | MethodType)):
                 self._note(
@@ -224,7 +206,7 @@ class StateWalk:
             }
             data = {name: value for name, value in own.items() if not isinstance(value, FunctionType)}
             names = [name for name in own if not name.startswith("__")]
-            restore = functools.partial(set_class, base, dict(vars(base)), counters(data), self._names)
+            restore = functools.partial(object_state.set_class, base, dict(vars(base)), counters(data), self._names)
             self._note(functools.partial(_items, vars(base), names), restore)
             self._visit_items(own, f"{base.__name__}.", "", depth)
 
@@ -240,11 +222,11 @@ class StateWalk:
     def _enter_data(self, value: Any, path: str, name: str | None, depth: int) -> None:
         """Note a container, an array or an object, and visit its content."""
         if isinstance(value, dict):
-            restore = functools.partial(set_dict, value, dict(value), counters(value))
+            restore = functools.partial(object_state.set_dict, value, dict(value), counters(value))
             self._note(lambda: [*value, *value.values()], restore)
             self._visit_mapping(value, path, name, depth)
         elif isinstance(value, list | deque):
-            self._note(lambda: value, functools.partial(set_list, value, list(value)))
+            self._note(lambda: value, functools.partial(object_state.set_list, value, list(value)))
             self._visit_sequence(value, path, name, depth)
         elif isinstance(value, MappingProxyType):
             self._visit_mapping(value, path, name, depth)
@@ -252,8 +234,8 @@ class StateWalk:
             self._visit_sequence(value, path, name, depth)
         elif isinstance(value, set | frozenset):
             if isinstance(value, set):
-                self.undo.append(functools.partial(set_set, value, set(value)))
-            self.keys[path, name] = (type(value), frozenset(member_key(item) for item in value))
+                self.undo.append(functools.partial(object_state.set_set, value, set(value)))
+            self.keys[path, name] = (type(value), frozenset(object_state.member_key(item) for item in value))
         elif isinstance(value, numpy.ndarray):
             if value.nbytes <= _MOST_BYTES and not value.dtype.hasobject:
                 self.undo.append(functools.partial(operator.setitem, value, ..., value.copy()))
@@ -266,7 +248,7 @@ class StateWalk:
 
     def _visit_mapping(self, value: Mapping[Any, Any], path: str, name: str | None, depth: int) -> None:
         # A key that is a traced value is a different object in each run.
-        items = [(key, item) for key, item in value.items() if not holds_proxy(key)]
+        items = [(key, item) for key, item in value.items() if not object_state.holds_proxy(key)]
         self.keys[path, name] = (type(value), len(items))
         if len(items) <= MOST_ITEMS:
             for position, (key, item) in enumerate(items):
@@ -299,11 +281,11 @@ class StateWalk:
             for attribute in names:
                 known = None if self._takes_all_of(value) else attribute
                 self._visit(attributes[attribute], f"{path}.{attribute}", known, depth)
-        for slot in slots_of(type(value)):
+        for slot in object_state.slots_of(type(value)):
             content = getattr(value, slot, MISSING)
             if content is not MISSING:
                 read = functools.partial(_attribute, value, slot)
-                self._note(read, functools.partial(set_attribute, value, slot, content))
+                self._note(read, functools.partial(object_state.set_attribute, value, slot, content))
                 if self._all or slot in self._names:
                     self._visit(content, f"{path}.{slot}", slot, depth)
 
@@ -321,12 +303,13 @@ class StateWalk:
 
     def _note_items(self, items: dict[Any, Any], names: list[str]) -> None:
         """Note a dict, of which code reaches ``names``."""
-        restore = functools.partial(set_dict, items, dict(items), counters(items))
+        restore = functools.partial(object_state.set_dict, items, dict(items), counters(items))
         self._note(lambda: [len(items), *_items(items, names)], restore)
 
     def _note_names(self, items: dict[str, Any], names: Iterable[str]) -> None:
         old = {name: items.get(name, MISSING) for name in names}
-        self._note(functools.partial(_items, items, list(old)), functools.partial(set_items, items, old, counters(old)))
+        restore = functools.partial(object_state.set_items, items, old, counters(old))
+        self._note(functools.partial(_items, items, list(old)), restore)
 
 
 def _items(items: Mapping[Any, Any], names: list[Any]) -> list[Any]:
