@@ -23,7 +23,6 @@ from nxdpp.tracing.models.transformers_models import returns_tuples
 from nxdpp.tracing.modules import listings
 from nxdpp.tracing.modules.parameter_devices import refused_functional_calls
 from nxdpp.tracing.sizes.input_specs import InputSpec
-from nxdpp.tracing.state.second_run import Carried
 from nxdpp.tracing.values.input_dicts import close_inputs
 from nxdpp.tracing.values.lost_changes import ROOT, unchanged_modules
 from nxdpp.tracing.values.nested import flatten
@@ -33,9 +32,8 @@ from nxdpp.tracing.values.proxy import refuse_attributes_of_output
 class Entry(nn.Module):
     """A call of a module, with a placeholder for each input, that returns the leaves of its output.
 
-    ``inputs`` has the specs of these inputs, ``constants`` the other inputs. ``carried`` has values of a first run, for
-    a second one. ``namespaces`` are globals of the user's functions. ``output_spec`` is the structure of the output,
-    after a call.
+    ``inputs`` has the specs of these inputs, ``constants`` the other inputs. ``namespaces`` are globals of the user's
+    functions. ``output_spec`` is the structure of the output, after a call.
     """
 
     def __init__(
@@ -44,7 +42,6 @@ class Entry(nn.Module):
         inputs: Mapping[str, InputSpec],
         constants: Mapping[str, Any],
         tracer: fx.Tracer,
-        carried: Carried | None,
         namespaces: list[dict[str, Any]],
     ) -> None:
         super().__init__()
@@ -52,7 +49,6 @@ class Entry(nn.Module):
         self._inputs = inputs
         self._constants = constants
         self._tracer = tracer
-        self._carried = carried
         self._namespaces = namespaces
         self.output_spec: pytree.TreeSpec | None = None
 
@@ -60,8 +56,6 @@ class Entry(nn.Module):
         """Return the leaves of the module's output; runs in a trace."""
         module = self.get_submodule(ROOT)
         proxies = {name: self._placeholder(name, spec) for name, spec in self._inputs.items()}
-        if self._carried is not None:
-            self._carried.adopt(self._tracer)
         with ExitStack() as stack:
             stack.enter_context(recorded_modes(self._tracer.graph))
             stack.enter_context(refused_kernel_order(self._namespaces))

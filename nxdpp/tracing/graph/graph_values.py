@@ -28,7 +28,6 @@ from nxdpp.tracing.values.lost_changes import changes_in_place
 
 _DEEPEST = 8
 _MOST_ELEMENTS = 1 << 16
-_GIVEN = "number_of_value"
 WithFacts = tuple[fx.Graph, Iterable[Fact]]
 """A graph with the facts that it belongs to."""
 _PURE = re.compile(rf"(torch|{operator.add.__module__}|math|builtins)\b")
@@ -58,14 +57,11 @@ class ValueNumbers:
             for argument in node.all_input_nodes:
                 if argument not in known:
                     raise ForeignNodeError(node, argument)
-            if _GIVEN in node.meta:
-                known[node] = node.meta[_GIVEN]
-            else:
-                place = None
-                if self._has_effect(node):
-                    place = len(effects)
-                    effects.append(node)
-                known[node] = self._numbers.setdefault(_key_of(node, shown, place), len(self._numbers))
+            place = None
+            if self._has_effect(node):
+                place = len(effects)
+                effects.append(node)
+            known[node] = self._numbers.setdefault(_key_of(node, shown, place), len(self._numbers))
             shown[node] = _key(None, {}) if node in absent else ("node", known[node])
         return NumberedGraph(known, effects)
 
@@ -84,14 +80,6 @@ class NumberedGraph:
 
     _numbers: Mapping[fx.Node, int]
     _effects: list[fx.Node]
-
-    def of(self, node: fx.Node) -> int:
-        """The number of a node."""
-        return self._numbers[node]
-
-    def give(self, node: fx.Node, original: fx.Node) -> None:
-        """Give ``node`` of another graph the number of ``original``."""
-        node.meta[_GIVEN] = self._numbers[original]
 
     def results(self, facts: Iterable[Fact]) -> list[Any]:
         """The numbers of all nodes with an effect, and of the nodes of ``facts`` with their answers."""

@@ -198,8 +198,9 @@ class SpineTracer(AnsweringTracer):
                 )
             ) from error
 
-    def refused(self, error: Exception) -> Exception:
-        """Return ``error``, which ends the trace although ``forward`` may catch it."""
+    def refused(self, error: Exception | str) -> Exception:
+        """Return ``error``, a text for a ``RuntimeError``, which ends the trace although ``forward`` may catch it."""
+        error = RuntimeError(error) if isinstance(error, str) else error
         self.refusal = self.refusal or error
         return error
 

@@ -42,7 +42,7 @@ from nxdpp.tracing.sizes.answering_tracer import Answers
 from nxdpp.tracing.sizes.input_specs import InputSpec
 from nxdpp.tracing.sizes.sizes import Fact, Shapes, shapes_of
 from nxdpp.tracing.state.reachable_state import ReachableState, has_user_code
-from nxdpp.tracing.state.second_run import Carried, Run, refuse_differences
+from nxdpp.tracing.state.second_run import Run, refuse_differences
 from nxdpp.tracing.values.hidden_changes import refuse_hidden_changes
 from nxdpp.tracing.values.input_dicts import open_inputs, reads_dict
 from nxdpp.tracing.values.lost_changes import ROOT, refuse_lost_changes
@@ -139,8 +139,8 @@ def _trace(
     def make_tracer(absence: Absence = absence) -> fx.Tracer:
         return _make_tracer(module, constants, options, spine, shapes, guess, absence)
 
-    def run(tracer: fx.Tracer, carried: Carried | None = None) -> Run:
-        entry = Entry(module, inputs, constants, tracer, carried, namespaces)
+    def run(tracer: fx.Tracer) -> Run:
+        entry = Entry(module, inputs, constants, tracer, namespaces)
         graph = tracer.trace(entry)
         assert entry.output_spec is not None
         if not isinstance(tracer, SpineTracer):
@@ -178,7 +178,7 @@ def _trace(
             again = make_tracer()
             if isinstance(again, SpineTracer) and isinstance(tracer, SpineTracer):
                 again.answers = Answers(tracer.answers)
-            refuse_differences(module, state, before, traced, lambda carried: run(again, carried))
+            refuse_differences(module, state, before, traced, lambda: run(again))
             if guess is None:
                 warn_of_unused_numbers(graph, {fact.node for fact in traced.facts})
     _name_after_module(graph)

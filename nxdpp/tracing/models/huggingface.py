@@ -96,23 +96,14 @@ def refuse_untraceable(model: nn.Module, spine: Collection[str], constants: Mapp
         raise ValueError(
             f"use_cache={constants['use_cache']!r}: a cache does not cross pipeline stages. Leave use_cache out."
         )
-    _refuse_regularised(model)
-    for name, inner in transformers_models(model, spine).items():
-        _refuse_configured(inner, f"{name}." if name else "")
-
-
-def _refuse_regularised(model: nn.Module) -> None:
-    configurations = getattr(model, "peft_config", None)
-    for adapter in configurations.values() if isinstance(configurations, dict) else ():
+    adapters = getattr(model, "peft_config", None)
+    for adapter in adapters.values() if isinstance(adapters, dict) else ():
         if str(getattr(adapter, "peft_type", "")).endswith("ADALORA"):
             raise ValueError(
                 "AdaLoRA adds a loss of the adapters of all layers, and moves ranks between them; each stage holds "
                 "those of its own layers. Train with a LoraConfig."
             )
-
-
-def _refuse_configured(model: PreTrainedModel, prefix: str) -> None:
-    for name, config in _configurations(model, prefix).items():
+    for name, config in _configurations(model, spine).items():
         for rate in _LAYER_DROPS:
             if getattr(config, rate, 0):
                 raise ValueError(
@@ -130,8 +121,7 @@ def refuse_packed_positions(model: nn.Module, inputs: Mapping[str, Any]) -> None
     positions = inputs.get("position_ids")
     if not isinstance(positions, torch.Tensor) or positions.ndim != 2 or inputs.get("attention_mask") is not None:
         return
-    configurations = [_configurations(inner, f"{n}." if n else "") for n, inner in transformers_models(model).items()]
-    caching = [name for parts in configurations for name, config in parts.items() if _makes_cache(config)]
+    caching = [name for name, config in _configurations(model).items() if _makes_cache(config)]
     # transformers reads these values too, for each microbatch.
     if caching and bool((positions.diff(dim=-1) != 1).any()):
         raise ValueError(
@@ -266,10 +256,14 @@ def _recorded_function(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def _configurations(model: PreTrainedModel, prefix: str) -> dict[str, PreTrainedConfig]:
-    own = f"{prefix}config"
-    parts = {f"{own}.{n}": part for n, part in vars(model.config).items() if isinstance(part, PreTrainedConfig)}
-    return {own: model.config, **parts}
+def _configurations(model: nn.Module, spine: Collection[str] | None = None) -> dict[str, PreTrainedConfig]:
+    """The configurations of the transformers models in ``model``, and the ones inside of these, by their names."""
+    found: dict[str, PreTrainedConfig] = {}
+    for name, inner in transformers_models(model, spine).items():
+        own = f"{name}.config" if name else "config"
+        parts = {f"{own}.{n}": part for n, part in vars(inner.config).items() if isinstance(part, PreTrainedConfig)}
+        found |= {own: inner.config, **parts}
+    return found
 
 
 def _makes_cache(config: PreTrainedConfig) -> bool:

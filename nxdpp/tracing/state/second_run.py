@@ -7,7 +7,7 @@ in the trace for ever. So the trace runs the spine twice, one run after the othe
 in the second run                      meaning
 =====================================  =======================================================================
 another graph                          a counter, a random number, the time
-a traced value of the first run        a value of one step is used in the next; refused if it follows from data
+a traced value of the first run        a value of one step is used in the next
 other Python objects, the same graph   a counter that code compares with a limit; a warning if code only writes it
 =====================================  =======================================================================
 """
@@ -16,25 +16,20 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
 
 from torch import fx, nn
 
-from nxdpp.ground.torch_names import PARAMETERS, pytree
+from nxdpp.ground.torch_names import pytree
 from nxdpp.tracing.code.reads import is_read, writing_line
 from nxdpp.tracing.graph.errors import StaleValueError, TracingError, model_line, source_line
-from nxdpp.tracing.graph.graph_values import ForeignNodeError, NumberedGraph, ValueNumbers
-from nxdpp.tracing.graph.search import reached
-from nxdpp.tracing.graph.uses import draws_random_numbers
-from nxdpp.tracing.sizes.sizes import Fact, whole_number
+from nxdpp.tracing.graph.graph_values import ForeignNodeError, ValueNumbers
+from nxdpp.tracing.sizes.sizes import Fact
 from nxdpp.tracing.state.reachable_state import ChangedState, ReachableState, differences
 from nxdpp.tracing.state.state_walk import StateWalk
 from nxdpp.tracing.values.lost_changes import ROOT
-from nxdpp.tracing.values.metadata import reads
 
 _logger = logging.getLogger(__name__)
 
-_METADATA = ("device", "dtype")
 _REMEDY = (
     "Move it into a layer, or into a module without layers, which runs as one node in each step (for a counter: a "
     "buffer of it); or give it to forward as an input."
@@ -51,12 +46,12 @@ class Run:
 
 
 def refuse_differences(
-    module: nn.Module, state: ReachableState, before: StateWalk, first: Run, run_again: Callable[["Carried"], Run]
+    module: nn.Module, state: ReachableState, before: StateWalk, first: Run, run_again: Callable[[], Run]
 ) -> None:
     """Run the spine a second time and compare it with the ``first`` run, whose values must be used no more.
 
-    ``before`` is the state before that run. ``run_again`` traces the module again. It calls ``adopt`` of its argument
-    once the graph has its inputs. Raises ``TracingError`` for a difference, with the line of the model.
+    ``before`` is the state before that run. ``run_again`` traces the module again. Raises ``TracingError`` for a
+    difference, with the line of the model.
     """
     # The graphs' names begin with the name of the traced module.
     root = nn.Module()
@@ -65,17 +60,16 @@ def refuse_differences(
     first_numbers = numbers.of(first.graph)
     state.clear_caches()
     between = state.snapshot()
-    carried = Carried(root, between, first, first_numbers)
     name = type(module).__name__
     try:
-        second = run_again(carried)
+        second = run_again()
         second_numbers = numbers.of(second.graph)
     except ForeignNodeError as error:
-        raise TracingError(carried.refusal(name, model_line(error.node.stack_trace))) from None
+        raise TracingError(_refusal_of_kept(name, between, model_line(error.node.stack_trace))) from None
     except Exception as error:
         line = source_line(error.__traceback__)
         if isinstance(error, StaleValueError) or "multiple different tracers" in str(error):
-            raise TracingError(carried.refusal(name, line)) from error
+            raise TracingError(_refusal_of_kept(name, between, line)) from error
         raise TracingError(
             f"{name}.forward differs in two runs: the first ran through, the second raised {type(error).__name__}: "
             f"{error}\n  at {line}\n{_REMEDY}"
@@ -96,70 +90,15 @@ def refuse_differences(
         )
 
 
-class Carried:
-    """Traced values of the first run that the state still holds.
-
-    A value that follows from no data and no parameter (a table) is computed again: it becomes a value of the second
-    run. Others must not be used.
-    """
-
-    def __init__(self, root: nn.Module, state: StateWalk, first: Run, numbers: NumberedGraph) -> None:
-        self._root = root
-        self._values = state.traced
-        self._numbers = numbers
-        # The graph belongs to inputs of these sizes.
-        answers = {numbers.of(fact.node): fact.answer for fact in first.facts if fact.read is whole_number}
-        self._sizes = {n: answers[numbers.of(n)] for n in first.graph.nodes if numbers.of(n) in answers}
-        self._kept: dict[fx.Proxy, str] = {}
-
-    def adopt(self, tracer: Any) -> None:
-        """Make the tables values of the graph of ``tracer``, which has its inputs already."""
-        graph: fx.Graph = tracer.graph
-        copies: dict[fx.Node, Any] = dict(self._sizes)
-        for value, path in self._values.items():
-            # An attribute gets its node when code asks for it.
-            if not isinstance(value, fx.proxy.Attribute) and self._is_table(value.node):
-                vars(value).update(tracer=tracer, node=self._copied(value.node, graph, copies))
-            else:
-                self._kept[value] = path
-
-    def refusal(self, name: str, line: str) -> str:
-        """The message for the use of a value."""
-        places = ", ".join(sorted(set(self._kept.values()))) or "an object of Python"
-        return (
-            f"{name}.forward uses a value of an earlier step, which it keeps in {places}; a pipeline keeps no values "
-            f"of a step for the next one\n  at {line}\n"
-            f"Keep it in a layer, or in a module without layers, which runs as one node in each step."
-        )
-
-    def _is_table(self, node: fx.Node) -> bool:
-        def is_given(node: fx.Node) -> bool:
-            return node in self._sizes or reads(node, _METADATA)
-
-        needed = reached([node], lambda node: () if is_given(node) else node.all_input_nodes)
-        return all(is_given(each) or not (each.op == "placeholder" or self._may_change(each)) for each in needed)
-
-    def _may_change(self, node: fx.Node) -> bool:
-        if node.op not in ("get_attr", "call_module"):
-            return draws_random_numbers(node, self._root)
-        if node.op == "call_module":
-            return True
-        owner, _, attribute = str(node.target).rpartition(".")
-        return attribute in PARAMETERS.of(self._root.get_submodule(owner))
-
-    def _copied(self, node: fx.Node, graph: fx.Graph, copies: dict[fx.Node, Any]) -> fx.Node:
-        """The copy of ``node`` in ``graph``, after copies of the nodes that it depends on and that have none yet."""
-        above = reached([node], lambda each: () if reads(each, _METADATA) or each in copies else each.all_input_nodes)
-        for needed in sorted(above.keys() - copies.keys()):
-            if reads(needed, _METADATA):
-                # Of any tensor: the graph is only for comparison.
-                inputs = next(other for other in graph.nodes if other.op == "placeholder")
-                copies[needed] = graph.call_function(getattr, (inputs, needed.args[1]))
-            else:
-                copies[needed] = graph.node_copy(needed, copies.__getitem__)
-            self._numbers.give(copies[needed], needed)
-        copied: fx.Node = copies[node]
-        return copied
+def _refusal_of_kept(name: str, state: StateWalk, line: str) -> str:
+    """The message for the use of a traced value of the first run, which ``state`` still holds."""
+    places = ", ".join(sorted(set(state.traced.values()))) or "an object of Python"
+    return (
+        f"{name}.forward uses a value of an earlier step, which it keeps in {places}; a pipeline keeps no values "
+        f"of a step for the next one\n  at {line}\n"
+        f"Keep it in a layer, or in a module without layers, which runs as one node in each step. A table that follows "
+        f"from no input is a buffer of __init__ (self.register_buffer(name, table, persistent=False))."
+    )
 
 
 def _refuse_changes(name: str, state: ReachableState, changes: list[ChangedState]) -> None:

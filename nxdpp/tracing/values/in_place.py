@@ -112,10 +112,8 @@ def change_argument(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     if kwargs.get("out") is not None or (name.startswith("_foreach_") and name.endswith("_")):
         tracer: Any = changed.tracer
         raise tracer.refused(
-            RuntimeError(
-                f"{name} changes tensors that it is given, outside the transformer layers. Use its result "
-                f"(y = torch.mul(x, 2), without out), or a method of the tensor (x.mul_(2))."
-            )
+            f"{name} changes tensors that it is given, outside the transformer layers. Use its result "
+            f"(y = torch.mul(x, 2), without out), or a method of the tensor (x.mul_(2))."
         )
     if changes_argument(function, kwargs):
         owner = next((value for value in (*args, *kwargs.values()) if isinstance(value, fx.Proxy)), None)

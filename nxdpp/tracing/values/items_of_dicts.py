@@ -64,11 +64,9 @@ def refuse_changed_items(value: fx.Proxy) -> None:
     if changed:
         tracer: Any = value.tracer
         raise tracer.refused(
-            RuntimeError(
-                f"the dict {value.node.name} is used after its item {changed[0]!r} was changed in place, outside the "
-                f"transformer layers. Make a dict of the changed items ({{name: loss * 2 for name, loss in "
-                f"losses.items()}})"
-            )
+            f"the dict {value.node.name} is used after its item {changed[0]!r} was changed in place, outside the "
+            f"transformer layers. Make a dict of the changed items ({{name: loss * 2 for name, loss in "
+            f"losses.items()}})"
         )
 
 

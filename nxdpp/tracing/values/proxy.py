@@ -79,10 +79,8 @@ class RecordingProxy(_SizedProxy):
             self.requires_grad_(value)
         elif hasattr(torch.Tensor, name) and not isinstance(value, property):
             raise _tracer(self).refused(
-                RuntimeError(
-                    f"forward sets {self.node.name}.{name}, which changes a tensor outside the transformer layers "
-                    f"under all its names. Make a new tensor, or change this one with a method (x.copy_(y))."
-                )
+                f"forward sets {self.node.name}.{name}, which changes a tensor outside the transformer layers "
+                f"under all its names. Make a new tensor, or change this one with a method (x.copy_(y))."
             )
         else:
             super().__setattr__(name, value)
@@ -102,17 +100,13 @@ class RecordingProxy(_SizedProxy):
             raise AttributeError(name)
         if name == "register_hook":
             raise _tracer(self).refused(
-                RuntimeError(
-                    f"forward registers a hook on {self.node.name} outside the transformer layers, which no step would "
-                    f"repeat. Register it in a module of its own, which takes the value and returns it."
-                )
+                f"forward registers a hook on {self.node.name} outside the transformer layers, which no step would "
+                f"repeat. Register it in a module of its own, which takes the value and returns it."
             )
         if name in _OF_AUTOGRAD:
             raise _tracer(self).refused(
-                RuntimeError(
-                    f"forward reads {self.node.name}.{name} outside the transformer layers; it is another one in each "
-                    f"step, or on each stage. Read it outside the model."
-                )
+                f"forward reads {self.node.name}.{name} outside the transformer layers; it is another one in each "
+                f"step, or on each stage. Read it outside the model."
             )
         if not hasattr(torch.Tensor, name) and not is_metadata(self.node) and self._is_tensor():
             raise AttributeError(f"a tensor between layers has no attribute {name}")

@@ -172,20 +172,20 @@ def of_a_parameter(model: Any, hidden: Tensor) -> Tensor:
     return hidden * model.state["scale"]  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("change", [in_a_global, of_a_parameter])
+def a_table_by_length(model: Any, hidden: Tensor) -> Tensor:
+    length = int(hidden.shape[0])
+    if length not in TABLES:
+        TABLES[length] = torch.arange(hidden.shape[0]).unsqueeze(1)
+    return hidden * TABLES[length]  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("change", [in_a_global, of_a_parameter, a_table_by_length])
 def test_a_value_of_an_earlier_step_is_refused(change: Callable[[Any, Tensor], Tensor]) -> None:
     model = Keeps(change)
     with pytest.raises(TracingError, match=r"(?s)earlier.* at .*\.py:\d+, in "):
         _trace(model)
     assert not model.state
     assert not TABLES
-
-
-def a_table_by_length(model: Any, hidden: Tensor) -> Tensor:
-    length = int(hidden.shape[0])
-    if length not in TABLES:
-        TABLES[length] = torch.arange(hidden.shape[0]).unsqueeze(1)
-    return hidden * TABLES[length]  # type: ignore[no-any-return]
 
 
 @lru_cache
@@ -204,7 +204,7 @@ def values_of_this_step(model: Any, hidden: Tensor) -> Tensor:
     return sum(model.history) + model.history[1]  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("change", [a_table_by_length, a_table_of_a_cached_function, values_of_this_step])
+@pytest.mark.parametrize("change", [a_table_of_a_cached_function, values_of_this_step])
 def test_a_table_without_data_is_computed_in_each_step(change: Callable[[Any, Tensor], Tensor]) -> None:
     model = Keeps(change)
     for _ in range(2):
