@@ -162,7 +162,6 @@ class SpineTracer(AnsweringTracer):
         if self._left_behind is None:
             return share(args, kwargs)
         name = self.path_of_module(m).removeprefix(f"{ROOT}.")
-        args, kwargs = self._left_behind.before_run(name, args, kwargs)
         output = call_capturing(self, m, args, kwargs, share)
         self._left_behind.after_run(name, output)
         return output

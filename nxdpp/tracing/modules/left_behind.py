@@ -6,7 +6,7 @@ trace does not run layers, so the attribute is a value of the graph, read on the
     x ── layers.0 ── hidden ── layers.1 ── ...
              └─ left_behind(hidden, layers.0, "", "aux_loss") ──────── sum ── loss
 
-A number or ``None`` that the spine stores on a layer is stored again in each run of the graph, before the layer runs.
+A value that the spine stores on a layer is refused: no step would store it.
 """
 
 import threading
@@ -14,19 +14,18 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cached_property
 from operator import attrgetter
-from typing import Any
+from typing import Any, NoReturn
 from unittest.mock import patch
 
 from torch import fx, nn
 
-from nxdpp.ground.torch_names import BUFFERS, MODULES, PARAMETERS, pytree
+from nxdpp.ground.torch_names import BUFFERS, MODULES, PARAMETERS
 from nxdpp.tracing.code.frames import Frame, caller, function_name, module_of, outwards, runs
 from nxdpp.tracing.code.stored_names import stored_names
 from nxdpp.tracing.graph.checks import checked_for_none, run_in_every_step
 from nxdpp.tracing.modules import listings
 from nxdpp.tracing.sizes.sizes import UnknownSizeError
 from nxdpp.tracing.values.lost_changes import ROOT
-from nxdpp.tracing.values.nested import flatten
 
 _MISSING = object()
 # Machinery of the trace reads and stores attributes of all modules.
@@ -46,17 +45,15 @@ class LeftBehind:
         self._watched: set[type] = set()
         self._stack = ExitStack()
         self._modules: dict[str, fx.Proxy] = {}
-        # Outputs of the leaves that have run, attributes that were read since, and attributes that the spine stored.
+        # Outputs of the leaves that have run, and attributes that were read since.
         self._outputs: dict[str, fx.Proxy] = {}
         self._read: dict[tuple[nn.Module, str], Any] = {}
-        self._given: dict[tuple[nn.Module, str], Any] = {}
-        self._pending: list[tuple[str, str, Any]] = []
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Answer reads of attributes that leaves store, and record attributes that the spine stores on them.
+        """Answer reads of attributes that leaves store.
 
-        Raises ``RuntimeError`` for a read before the run, and for a store that cannot be repeated in each step.
+        Raises ``RuntimeError`` for a read before the run, and for an attribute that the spine stores on a leaf.
         """
         with self._stack:
             for cls, module in {type(module): module for module in self._leaves}.items():
@@ -64,11 +61,6 @@ class LeftBehind:
                     self._watch_reads(cls)
             self._watch_stores()
             yield
-        for path, name, _ in self._pending:
-            raise RuntimeError(
-                f"forward stores {dotted(path, name)}, and {path} does not run; the value would be lost. Run {path} in "
-                f"this forward, or set the attribute before wrapping."
-            )
 
     def hasattr(self, owner: Any, name: str) -> bool:
         """``hasattr`` for traced code."""
@@ -76,34 +68,15 @@ class LeftBehind:
             return False  # a proxy has it
         return hasattr(owner, name)
 
-    def before_run(self, leaf: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """Return the arguments of a call of ``leaf``; the first traced one waits for what the spine has stored."""
-        stores = [store for store in self._pending if _holds(leaf, store[0])]
-        if not stores:
-            return args, kwargs
-        self._pending = [store for store in self._pending if store not in stores]
-        values, structure = flatten((args, kwargs))
-        first = next((i for i, value in enumerate(values) if isinstance(value, fx.Proxy)), None)
-        if first is None:
-            raise RuntimeError(
-                f"forward stores {dotted(*stores[0][:2])}, and calls {leaf} without a tensor, in whose place each step "
-                f"could store it. Pass the value to {leaf} as an argument."
-            )
-        below = [part for path, name, value in stores for part in (_below(leaf, path), name, value)]
-        values[first] = self._record(store_before, values[first], leaf, *below)
-        args, kwargs = pytree.tree_unflatten(values, structure)
-        return args, kwargs
-
     def after_run(self, leaf: str, output: fx.Proxy) -> None:
         """Note that ``leaf`` has returned ``output``."""
         if not self._watched:
             return
         self._outputs.pop(leaf, None)
         self._outputs[leaf] = output
-        for values in (self._read, self._given):
-            for module, name in list(values):
-                if self._stored.stores(module, name) and _holds(leaf, self._place(module, name)):
-                    del values[module, name]
+        for module, name in list(self._read):
+            if self._stored.stores(module, name) and _holds(leaf, self._place(module, name)):
+                del self._read[module, name]
 
     def _watch_reads(self, cls: type) -> None:
         if cls in self._watched:
@@ -114,8 +87,6 @@ class LeftBehind:
         def get(module: Any, name: str) -> Any:
             if not self._is_spine_code(module, caller()):
                 return original(module, name)
-            if (module, name) in self._given:
-                return self._given[module, name]
             if name == "__dict__":
                 raise RuntimeError(
                     f"forward reads the __dict__ of {type(module).__name__}, a module that sets attributes when it "
@@ -138,13 +109,14 @@ class LeftBehind:
 
         def store(module: nn.Module, name: str, value: Any) -> None:
             if self._is_spine_code(module, caller()):
-                self._store(module, name, value)
-            else:
-                set_attribute(module, name, value)
+                self._refuse_store(module, name, value)
+            set_attribute(module, name, value)
 
         def delete(module: nn.Module, name: str) -> None:
             if self._is_spine_code(module, caller()):
-                raise RuntimeError(f"forward deletes an attribute, {type(module).__name__}.{name}. Set it to None.")
+                raise RuntimeError(
+                    f"forward deletes an attribute, {type(module).__name__}.{name}. Let the module set it to None."
+                )
             delete_attribute(module, name)
 
         self._stack.enter_context(patch.object(nn.Module, "__setattr__", store))
@@ -190,30 +162,21 @@ class LeftBehind:
         value = self._record(left_behind, output, leaf, path, name)
         return checked_for_none(value, *self._tracer.is_none(value.node))
 
-    def _store(self, module: nn.Module, name: str, value: Any) -> None:
-        place = self._place(module, name)
-        called = dotted(place, name)
+    def _refuse_store(self, module: nn.Module, name: str, value: Any) -> NoReturn:
+        called = dotted(self._place(module, name), name)
         if isinstance(value, nn.Module):
             raise RuntimeError(
                 f"forward replaces {called}, a module, by another one. Give the model the configuration in which it "
                 f"does not (BigBird: attention_type='original_full'), or replace the module before wrapping."
             )
-        if not isinstance(value, bool | int | float | str | None):
-            raise RuntimeError(
-                f"forward stores a {type(value).__name__} in {called}, an attribute of a module that runs as one node. "
-                f"Pass it as an argument of that module."
-            )
         if name in PARAMETERS.of(module) or name in BUFFERS.of(module) or name in MODULES.of(module):
             raise RuntimeError(
                 f"forward replaces {called}, a parameter, buffer or module, by {value!r}. Replace it before wrapping."
             )
-        self._given[module, name] = value
-        self._watch_reads(type(module))
-        leaf = self._last_run(place)
-        if leaf is None:
-            self._pending.append((place, name, value))
-        else:
-            run_in_every_step(self._record(store_after, self._outputs[leaf], leaf, _below(leaf, place), name, value))
+        raise RuntimeError(
+            f"forward stores a {type(value).__name__} in {called}, an attribute of a module that runs as one node. "
+            f"Pass it as an argument of that module, or let the module begin with the value in each run."
+        )
 
     def _last_run(self, place: str) -> str | None:
         """The leaf that holds the module ``place`` and ran last."""
@@ -253,7 +216,7 @@ def _below(leaf: str, place: str) -> str:
     return place[len(leaf) + 1 :]
 
 
-# Nodes: one that follows the run of the module takes its output, one that precedes it returns an argument of the run.
+# Nodes that follow the run of the module take its output.
 
 
 def left_behind(output: Any, leaf: nn.Module, path: str, name: str) -> Any:
@@ -284,24 +247,9 @@ def has_left_behind(output: Any, leaf: nn.Module, path: str, name: str) -> bool:
     return hasattr(_submodule(leaf, path), name)
 
 
-def store_before(argument: Any, leaf: nn.Module, *stores: Any) -> Any:
-    """Store attributes on modules of ``leaf`` before it runs; return ``argument``, which ``leaf`` takes.
-
-    ``stores`` are path, name and value of each attribute, one after the other.
-    """
-    for path, name, value in zip(stores[::3], stores[1::3], stores[2::3], strict=True):
-        setattr(_submodule(leaf, path), name, value)
-    return argument
-
-
-def store_after(output: Any, leaf: nn.Module, path: str, name: str, value: Any) -> None:
-    """Store an attribute on a module of ``leaf``, which has returned ``output``."""
-    setattr(_submodule(leaf, path), name, value)
-
-
 def reads_left_behind(node: fx.Node) -> bool:
-    """Return whether ``node`` reads or stores an attribute of a module that has run, and so stays on its stage."""
-    return node.target in (left_behind, expect_not_left_behind, store_after)
+    """Return whether ``node`` reads an attribute of a module that has run, and so stays on its stage."""
+    return node.target in (left_behind, expect_not_left_behind)
 
 
 def dotted(path: str, name: str) -> str:

@@ -218,29 +218,6 @@ def test_an_attribute_that_is_read_between_layers() -> None:
     check_exact(Between())
 
 
-def test_numbers_that_forward_stores_before_and_after_the_run_reach_the_layers() -> None:
-    class Adding(Layer):
-        def leave(self, y: Tensor) -> None:
-            self.aux = self.aux + y.pow(2).mean()
-
-    class Resetting(Model):
-        def begin(self, x: Tensor) -> None:
-            for module in self.modules():
-                if hasattr(module, "aux"):
-                    setattr(module, "aux", 1.0)  # noqa: B010
-
-        def auxiliary(self) -> Any:
-            total = sum(layer.aux for layer in self.layers)
-            for layer in self.layers:
-                layer.aux = None
-            assert self.layers[0].aux is None
-            return total
-
-    model = Resetting(Adding)
-    check_exact(model, layer="Adding")
-    assert all(layer.aux is None for layer in model.layers)
-
-
 def test_an_attribute_that_no_run_stores_adds_no_node() -> None:
     class Scaled(Model):
         def auxiliary(self) -> Any:

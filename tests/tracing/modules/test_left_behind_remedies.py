@@ -32,27 +32,6 @@ class Deleting(Model):
         del self.layers[1].aux
 
 
-class SettingNone(Model):
-    def begin(self, x: Tensor) -> None:
-        self.layers[1].aux = None
-
-
-class WithSpare(Model):
-    def __init__(self) -> None:
-        super().__init__()
-        self.spare: Any = Layer()
-
-    def auxiliary(self) -> Any:
-        self.spare.aux = 3.0
-        return 0
-
-
-class RunningSpare(WithSpare):
-    def auxiliary(self) -> Any:
-        self.spare.aux = 3.0
-        return self.spare(self.layers[3].aux.expand(1, WIDTH)).mean()
-
-
 class Table(nn.Module):
     level: float = 1.0
 
@@ -165,15 +144,10 @@ class Looking(Model):
 
 CASES: dict[str, tuple[Any, str, Any, str]] = {
     "a read before the run": (Early, "Read it after the run.", None, "Layer"),
-    "a deleted attribute": (Deleting, "Set it to None.", SettingNone, "Layer"),
-    "a module that does not run": (
-        WithSpare, "Run spare in this forward, or set the attribute before wrapping.", RunningSpare, "Layer"
-    ),
-    "a module without arguments": (
-        WithTable, "Pass the value to table as an argument.", PassingToTable, "Layer"
-    ),
+    "a deleted attribute": (Deleting, "Let the module set it to None.", None, "Layer"),
+    "a number": (WithTable, "Pass it as an argument of that module", PassingToTable, "Layer"),
     "a tensor": (
-        lambda: StoringMask(Masked), "Pass it as an argument of that module.", lambda: PassingMask(Masked), "Masked"
+        lambda: StoringMask(Masked), "Pass it as an argument of that module", lambda: PassingMask(Masked), "Masked"
     ),
     "a module": (ReplacingModule, "or replace the module before wrapping.", None, "Layer"),
     "a parameter": (ReplacingParameter, "Replace it before wrapping.", ReplacedBefore, "Layer"),
