@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from nxdpp.tracing.graph.errors import TracingError
-from nxdpp.tracing.sizes import sizes
+from nxdpp.tracing.values import metadata
 from tests.support.exact import assert_exact
 from tests.support.traced_models import PlainLayer, PlainModel, options_for, trace_with
 
@@ -45,14 +45,14 @@ def test_a_question_is_answered_for_the_device_of_the_model(monkeypatch: pytest.
     model = Asks(QUESTIONS)
     assert _doublings(model) == 0
     # This machine may have no GPU: the model says that it is on one.
-    monkeypatch.setattr(sizes, "device_of_model", lambda root: CUDA)
+    monkeypatch.setattr(metadata, "device_of_model", lambda root: CUDA)
     assert _doublings(model) == len(QUESTIONS)
 
 
 def test_a_moved_tensor_may_be_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     model = Asks([lambda x: x.cpu().is_cuda])
     assert _doublings(model) == 0
-    monkeypatch.setattr(sizes, "device_of_model", lambda root: CUDA)
+    monkeypatch.setattr(metadata, "device_of_model", lambda root: CUDA)
     with pytest.raises(TracingError, match="the device of cpu is asked, which may be another one"):
         _doublings(model)
 
