@@ -59,8 +59,8 @@ class SharedObjects:
         self.names: set[str] = set()
         self._buffers: dict[str, tuple[dict[str, Any], str, str]] = {}
         for name, other in (buffers.elsewhere if buffers else {}).items():
-            owner, _, key = name.rpartition(".")
-            self._buffers[name] = BUFFERS.of(root.get_submodule(owner)), key, other
+            owner, _, attribute = name.rpartition(".")
+            self._buffers[name] = BUFFERS.of(root.get_submodule(owner)), attribute, other
         # ``in_place_guard`` watches the buffers of a module that runs on several stages.
         self._guarded = [
             part for name, of in stages.items() if len(of) > 1 for part in listings.modules(root.get_submodule(name))
