@@ -97,7 +97,16 @@ PROMPTS: dict[str, tuple[Make, Make]] = {
     "prompt of bert": (_bert, lambda: peft.PromptTuningConfig(task_type="SEQ_CLS", **_TOKENS)),
     "p-tuning": (_llama, lambda: peft.PromptEncoderConfig(**_CAUSAL, **_TOKENS, encoder_hidden_size=16)),
 }
-_ALL = ADAPTERS | PROMPTS
+PREFIXES: dict[str, tuple[Make, Make]] = {
+    "prefix": (_llama, lambda: peft.PrefixTuningConfig(**_CAUSAL, **_TOKENS)),
+    "projected prefix": (
+        _llama,
+        lambda: peft.PrefixTuningConfig(**_CAUSAL, **_TOKENS, prefix_projection=True, encoder_hidden_size=16),
+    ),
+    "prefix of gpt2": (_gpt2, lambda: peft.PrefixTuningConfig(**_CAUSAL, **_TOKENS)),
+    "prefix of t5": (_t5, lambda: peft.PrefixTuningConfig(task_type="SEQ_2_SEQ_LM", **_TOKENS)),
+}
+_ALL = PREFIXES | ADAPTERS | PROMPTS
 
 
 def base(name: str, seed: int = 1) -> Any:

@@ -42,7 +42,7 @@ def test_the_page_is_that_of_the_rows_and_short() -> None:
     shown = (ROOT / "docs/zoo.md").read_text()
     assert shown == page({name: results.read(FOLDER / f"{name}.tsv") for name in _WRITTEN})
     assert len(shown.encode()) <= 8 * 1024
-    rates = "1,165 of 1,183"
+    rates = "1,168 of 1,183"
     assert rates in (ROOT / "README.md").read_text()
     right, counted = (int(number.replace(",", "")) for number in rates.split(" of "))
     verdicts = [one for found in results.read(FOLDER / "training.tsv").verdicts.values() for one in found.values()]

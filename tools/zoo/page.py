@@ -52,7 +52,7 @@ _GENERATION = """\
 two and four stages. The four mappings name the types that generate from text, images or sounds; {tokens} that also take
 images or sounds got tokens only. *Not built*: too large, without a library or inputs, or does not generate.
 """
-_LONGEST = 100
+_LONGEST = 120
 
 
 def page(sweeps: Mapping[str, Results]) -> str:

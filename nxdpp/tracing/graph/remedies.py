@@ -50,12 +50,6 @@ _OF_TRANSFORMERS = (
     "Leave tracer_cls out, or give 'hf': a plain tracer has no sizes and no mask, for which code of transformers asks "
     "above its layers. The default tracer answers it."
 )
-# Their loss asks whether the data select a label.
-_ASK_LABELS = frozenset({"DebertaForSequenceClassification", "DebertaV2ForSequenceClassification"})
-_OF_LABELS = (
-    "Set problem_type='single_label_classification' in the configuration of the model: its loss then takes all labels, "
-    "and -100 counts for none."
-)
 
 
 def remedy(error: Exception, any_tracer: bool, around: Sequence[str] = ()) -> str:
@@ -123,8 +117,6 @@ def _remedy_for_line(own: list[Frame], any_tracer: bool) -> str:
             f"Make its functions single nodes: import {function.__module__}; autowrap_modules=[{function.__module__}]."
         )
     owner = variable(innermost, "self")
-    if type(owner).__name__ in _ASK_LABELS:
-        return _OF_LABELS
     if any_tracer:
         name = type(owner).__name__
         return (

@@ -39,6 +39,7 @@ from nxdpp.tracing.modules.left_behind import LeftBehind
 from nxdpp.tracing.modules.parameter_devices import devices_of_inputs, on_device_of_input
 from nxdpp.tracing.modules.spine_modules import without_forward
 from nxdpp.tracing.sizes.answering_tracer import AnsweringTracer
+from nxdpp.tracing.sizes.checked_answers import answer_with_items
 from nxdpp.tracing.sizes.input_specs import constant_of
 from nxdpp.tracing.sizes.sizes import Shapes, UnknownSizeError
 from nxdpp.tracing.values.in_place import change_argument, note_module
@@ -174,7 +175,7 @@ class SpineTracer(AnsweringTracer):
     def to_bool(self, obj: fx.Proxy) -> bool:
         """The truth of a value that follows from the specs and sizes of the inputs.
 
-        For another value it is the truth with which the code does not raise.
+        For another value it is the truth with which the code does not raise, or with which data select items.
 
         Raises ``TraceError`` for other code.
         """
@@ -187,7 +188,7 @@ class SpineTracer(AnsweringTracer):
             # The asking code is two frames up, above the proxy's __bool__.
             if (answer := truth_that_continues(obj, caller(1))) is not None:
                 return answer
-            if (answer := answer_of_features(obj)) is not None:
+            if (answer := answer_with_items(obj)) is not None or (answer := answer_of_features(obj)) is not None:
                 return answer
             raise self.refused(
                 TraceError(

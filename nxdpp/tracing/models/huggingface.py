@@ -9,7 +9,7 @@ the configuration of a spine module    a copy with ``use_cache=False`` and ``ret
 functions next to the models' classes  one node each for calls with a traced value (masks, balancing losses)
 ``create_recurrent_attention_mask``    the same; ``None`` for inputs without a mask
 static methods that draw numbers       one node each
-an empty cache given to a layer        ``None``; a filled one is refused
+an empty cache given to a layer        ``None``
 functions of transformers elsewhere    the same, where the code above a model calls them
 ``create_masks_for_generate``          traced through: one node for each mask of its dictionary
 ``loss_function``                      one node
@@ -36,14 +36,13 @@ from transformers import PreTrainedConfig, PreTrainedModel, masking_utils, pytor
 from transformers.utils import generic
 from transformers.utils.generic import ModelOutput
 
-from nxdpp.ground.torch_names import pytree
 from nxdpp.ground.transformers_names import SLICE_INPUTS
 from nxdpp.tracing.graph.calls import recorded
 from nxdpp.tracing.graph.data_checks import compilable_check
 from nxdpp.tracing.graph.spine import SpineTracer
 from nxdpp.tracing.graph.swap import StableSet, in_this_thread, sources, swapped
 from nxdpp.tracing.graph.uses import may_draw
-from nxdpp.tracing.models.caches import recorded_as_node, refuse_caches, without_cache, without_empty_caches
+from nxdpp.tracing.models.caches import Caches, recorded_with_shapes, without_cache, without_empty_caches
 from nxdpp.tracing.models.feature_methods import recorded_feature_methods
 from nxdpp.tracing.models.transformers_models import returns_tuples, transformers_models
 from nxdpp.tracing.values.type_answers import traced_isinstance
@@ -65,6 +64,7 @@ class HuggingFaceTracer(SpineTracer):
         """Record constructors and functions, and change the model's spine for tracing."""
         models = transformers_models(model, self._spine)
         device = next(iter(models.values())).device if first_input is None else first_input.device
+        self._caches = Caches()
         self._inner = {inner: returns_tuples(inner) for inner in models.values() if inner is not model}
         spine = {name: model.get_submodule(name) for name in sorted(self._spine)}
         with ExitStack() as stack:
@@ -80,8 +80,7 @@ class HuggingFaceTracer(SpineTracer):
         as_tuple = self._inner.get(m) if isinstance(m, PreTrainedModel) else None
         if as_tuple is None:
             if m in (self.submodule_paths or {}) and self.is_leaf_module(m, self.path_of_module(m)):
-                args, kwargs = without_empty_caches(m, args, kwargs)
-                refuse_caches(pytree.tree_leaves((args, kwargs)))
+                args, kwargs = self._caches.for_layer(m, *without_empty_caches(m, args, kwargs))
             return super().call_module(m, forward, args, kwargs)
         if kwargs.get("use_cache"):
             kwargs = {**kwargs, "use_cache": False}
@@ -99,13 +98,7 @@ def refuse_untraceable(model: nn.Module, spine: Collection[str], constants: Mapp
         )
     adapters = getattr(model, "peft_config", None)
     for adapter in adapters.values() if isinstance(adapters, dict) else ():
-        kind = str(getattr(adapter, "peft_type", ""))
-        if kind.endswith("PREFIX_TUNING"):
-            raise ValueError(
-                "prefix tuning fills a key-value cache for the layers, and a pipeline has no cache. Train with a "
-                "LoraConfig or a PromptTuningConfig."
-            )
-        if kind.endswith("ADALORA"):
+        if str(getattr(adapter, "peft_type", "")).endswith("ADALORA"):
             raise ValueError(
                 "AdaLoRA adds a loss of the adapters of all layers, and moves ranks between them; each stage holds "
                 "those of its own layers. Train with a LoraConfig."
@@ -178,7 +171,7 @@ def _recorded_static_methods(cls: type) -> dict[str, Any]:
     """The static methods of transformers that draw random numbers, and may ask data whether to, as one node each."""
     found = {name: value for owner in reversed(cls.__mro__) for name, value in vars(owner).items()}
     methods = {name: value.__func__ for name, value in found.items() if isinstance(value, staticmethod)}
-    return {n: recorded_as_node(f) for n, f in methods.items() if _is_theirs(f) and may_draw(f)}
+    return {n: recorded_with_shapes(f) for n, f in methods.items() if _is_theirs(f) and may_draw(f)}
 
 
 def _inside(spine: list[nn.Module], models: Mapping[str, PreTrainedModel]) -> list[nn.Module]:
@@ -233,7 +226,7 @@ def _unless_whole(slice_inputs: Callable[..., Any]) -> Callable[..., Any]:
 @contextmanager
 def recorded_masks() -> Iterator[None]:
     """Record each mask that ``create_masks_for_generate`` makes as a node of its own."""
-    functions: dict[str, Any] = {name: recorded_as_node(getattr(masking_utils, name)) for name in _ONE_MASK}
+    functions: dict[str, Any] = {name: recorded_with_shapes(getattr(masking_utils, name)) for name in _ONE_MASK}
     by_layer_type = masking_utils.LAYER_PATTERN_TO_MASK_FUNCTION_MAPPING
     recorded_types = {key: _recorded(value) for key, value in by_layer_type.items()}
     with swapped(by_layer_type, recorded_types), swapped(vars(masking_utils), {**functions, "set": StableSet}):
@@ -250,7 +243,7 @@ def _recorded(functions: Any) -> Any:
 
 
 def _recorded_function(function: Callable[..., Any]) -> Callable[..., Any]:
-    record = recorded_as_node(function)
+    record = recorded_with_shapes(function)
     if function is not _RECURRENT_MASK:
         return record
     parameters = inspect.signature(function)

@@ -15,7 +15,7 @@ from tests.support.adapted_models import ADAPTERS, adapted, base, inputs_for
 from tests.support.run_ranks import run_ranks
 from tests.support.wrapped_models import batch
 
-NAMES = ("prompt", "modules to save", "lora of experts")
+NAMES = ("prefix", "modules to save", "lora of experts")
 ON_BASES = NAMES[1:]
 ON_META = "dora"
 COPY = "base_model.model.lm_head.modules_to_save.default.weight"

@@ -9,10 +9,10 @@ from tests.support.in_process import InProcessPipeline
 from tests.support.wrapped_models import batch
 
 
-# Prompts are sent between stages as other values; adapters are inside of layers.
+# Prompts and prefixes are sent between stages as other values; adapters are inside of layers.
 @pytest.mark.parametrize(
     ("name", "stages"),
-    [("modules to save", 2), ("dora", 2), ("lora of experts", 2), ("prompt", 3), ("prompt of t5", 3)],
+    [("modules to save", 2), ("dora", 2), ("lora of experts", 2), ("prompt", 2), ("prefix", 3), ("prefix of t5", 3)],
 )
 def test_an_adapted_model_is_exact(name: str, stages: int) -> None:
     inputs = inputs_for(name, batch("input_ids", "attention_mask", "labels"))
@@ -31,11 +31,4 @@ def test_the_regularisation_of_adalora_is_refused() -> None:
     model = peft.get_peft_model(base("lora"), settings)
 
     with pytest.raises(ValueError, match=r"AdaLoRA.*adapters of all layers.*LoraConfig"):
-        InProcessPipeline(model, 2)
-
-
-def test_the_cache_of_prefix_tuning_is_refused() -> None:
-    model = peft.get_peft_model(base("lora"), peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2))
-
-    with pytest.raises(ValueError, match=r"prefix tuning.*no cache.*PromptTuningConfig"):
         InProcessPipeline(model, 2)

@@ -1,4 +1,4 @@
-"""Key-value caches that the spine hands to layers."""
+"""Key-value caches that the spine fills before the layers run."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from torch import nn
 from transformers import DynamicCache
 
 from nxdpp.tracing.graph.errors import TracingError
-from tests.support.traced_models import make_inputs, make_model, trace_with
+from tests.support.traced_models import make_inputs, make_model, run_graph, trace_with
 from tests.support.wrapped_models import PassesOn
 
 
@@ -37,9 +37,35 @@ def tokens() -> dict[str, torch.Tensor]:
     return {"input_ids": make_inputs("llama")["input_ids"]}
 
 
-def test_a_filled_cache_is_refused() -> None:
-    with pytest.raises(TracingError, match=r"a DynamicCache is handed on[\s\S]*past_key_values=None[\s\S]*\n  at "):
-        trace_with(Prefixed(2), tokens())
+def test_each_layer_gets_its_part_of_a_filled_cache() -> None:
+    model = Prefixed(3)
+    expected = model(**tokens())
+
+    traced = trace_with(model, tokens())
+    output = run_graph(model, traced, tokens())
+
+    assert torch.equal(output.logits, expected.logits)
+    assert not torch.equal(output.logits, model.module(**tokens()).logits)
+    assert output.past_key_values is None
+    # A second run begins with the prefixes again.
+    assert torch.equal(run_graph(model, traced, tokens()).logits, expected.logits)
+
+
+def test_a_layer_that_reads_the_part_of_another_one_is_refused() -> None:
+    model = Prefixed(2)
+    traced = trace_with(model, tokens())
+    model.module.model.layers[1].self_attn.layer_idx = 0
+
+    with pytest.raises(RuntimeError, match="part of a key-value cache that belongs to another layer"):
+        run_graph(model, traced, tokens())
+
+
+def test_two_layers_with_one_part_are_refused() -> None:
+    model = Prefixed(2)
+    model.module.model.layers[1].self_attn.layer_idx = 0
+
+    with pytest.raises(TracingError, match="two modules use part 0 of a DynamicCache"):
+        trace_with(model, tokens())
 
 
 def test_a_cache_for_later_tokens_is_refused() -> None:

@@ -1,15 +1,12 @@
-"""Questions for the number of items that data select are refused."""
+"""Selections by data are taken to have items, and checked in every step."""
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 
 from nxdpp.tracing.graph.errors import TracingError
 from tests.support.traced_models import PlainLayer, PlainModel, options_for, run_graph, trace_with
-from tools.zoo import build, inputs
-from tools.zoo.comparison import without_randomness
 
 Tensor = torch.Tensor
 
@@ -38,24 +35,18 @@ def _number(x: Tensor) -> Tensor:
     return x.masked_select(x > 0).sum() if torch.masked_select(x, x > 0).numel() >= 1 else torch.ones(())
 
 
-def _another_number(x: Tensor) -> Tensor:
-    return x.sum() if x[x > 0].size(0) > 3 else torch.ones(())
-
-
-@pytest.mark.parametrize("factor", [_shape, _number, _another_number])
-def test_a_question_for_the_number_of_items_is_refused(factor: Callable[[Tensor], Tensor]) -> None:
+@pytest.mark.parametrize("factor", [_shape, _number])
+def test_the_way_with_items_is_taken_and_checked(factor: Callable[[Tensor], Tensor]) -> None:
     model = Selecting(factor)
-    with pytest.raises(TracingError, match=r"only the data tells[\s\S]*test_selections.py:\d+, in _"):
+    x = torch.tensor([[1.0, -2.0, 3.0, -4.0], [-1.0, 5.0, -1.0, -1.0]])
+    traced = trace_with(model, {"x": x}, options_for(model, PlainLayer))
+    for rows in (x, x.flip(0)[:1]):
+        assert torch.equal(run_graph(model, traced, {"x": rows}), model(rows))
+    with pytest.raises(RuntimeError, match=r"the data select no item[\s\S]*test_selections.py:\d+, in _"):
+        run_graph(model, traced, {"x": -x.abs()})
+
+
+def test_another_number_is_refused() -> None:
+    model = Selecting(lambda x: x.sum() if x[x > 0].size(0) > 3 else torch.ones(()))
+    with pytest.raises(TracingError, match="only the data tells"):
         trace_with(model, {"x": torch.ones(2, 4)}, options_for(model, PlainLayer))
-
-
-def test_a_classifier_that_asks_for_labels_is_refused_with_its_remedy() -> None:
-    model: Any = build("sequence-classification", "deberta")
-    batch = inputs("sequence-classification", model, 0)
-    with pytest.raises(TracingError, match=r"only the data tells[\s\S]*modeling_deberta.py:\d+[\s\S]*problem_type="):
-        trace_with(model, batch)
-
-    model.config.problem_type = "single_label_classification"
-    without_randomness(model)
-    traced = trace_with(model, batch)
-    assert torch.equal(run_graph(model, traced, batch).loss, model(**batch).loss)
