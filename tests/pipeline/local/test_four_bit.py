@@ -108,7 +108,8 @@ def tune(folder: Path, quantized: Callable[[Path], Any]) -> tuple[int, int]:
         load_checkpoint(str(folder / "saved"), "last", again)
     with pytest.raises(ValueError, match="is a quantized weight, and only dense tensors are gathered"):
         gather_state_dict(model)
-    if quantized is not coded:
+    # bitsandbytes compiles a product for each device but the CPU, in minutes on the fake accelerator.
+    if quantized is not coded and parallel_state.local_device().type == "cpu":
         tokens = whole.eval().generate(input_ids=ids[:1, :4], max_new_tokens=2)
         assert torch.equal(model.eval().generate(input_ids=ids[:1, :4], max_new_tokens=2), tokens)
         # bitsandbytes has arranged the weights anew.
