@@ -156,7 +156,9 @@ def over_two_ranks(rank: int) -> None:
     comparison_with_the_module()
     recomputation()
     small_model("zb1p", "aot_eager", only_blocks=True)
-    small_model("zb1p", "inductor")
+    if parallel_state.local_device().type == "cpu":
+        # Inductor has no code for the fake accelerator.
+        small_model("zb1p", "inductor")
 
 
 def test_compiled_modules_train_as_in_one_process() -> None:
