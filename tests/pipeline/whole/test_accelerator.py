@@ -11,8 +11,11 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor
 
 from nxdpp import GradScaler, NxDPPModel, fully_shard, parallel_state
+from tests.pipeline.runtime.scheduled_models import wrap
+from tests.pipeline.whole.test_missing_gradients import EndsInSomeSteps
 from tests.support import fake_device
 from tests.support.models import gradient_differences, make, padded_batch, reference, train_in_one_process
+from tests.support.plain_models import WIDTH
 from tests.support.run_ranks import run_ranks
 
 REASON = fake_device.why_not()
@@ -199,6 +202,23 @@ def test_a_model_that_was_not_moved_is_told_so() -> None:
             "the model is on cpu, and the ranks exchange tensors on fake:0, over fccl: call model.move"
         )
         assert back.startswith("the model is on cpu, and was on fake:0 in the steps before: move it with model.move")
+
+
+def stops_to_depend(rank: int) -> None:
+    fake_device.install()
+    with started("fake", 2):
+        model = EndsInSomeSteps(4)
+        stages = wrap(model, 2)
+        stages.move_model_to_device()
+        for ends in (False, True):
+            model.set_ends(ends)
+            stages.run_train(x=torch.ones(4, WIDTH))
+
+
+def test_a_gradient_that_is_missing_after_the_first_step_is_refused() -> None:
+    message = "rank 1: .*the loss of this step does not depend on model_blocks_1, .* in the first step it did"
+    with pytest.raises(AssertionError, match=f"(?s){message}"):
+        run_ranks(2, stops_to_depend)
 
 
 def autocast(rank: int) -> list[tuple[float, float, dict[str, float | None]]]:
