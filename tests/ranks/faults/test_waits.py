@@ -27,7 +27,6 @@ _WAITS = {
 _EXCHANGING = ("extremes", "gather_values", "broadcast_value")
 # What waits for no other rank, or is called by what says so.
 _OTHER = {
-    "nxdpp/agreement/input_hash.py": "copies of a device",
     "nxdpp/checkpoint/distributed/save.py": "a thread of this process",
     "nxdpp/checkpoint/distributed/reads.py": "a thread of this process",
     "nxdpp/checkpoint/files/checksummed_reader.py": "a thread of this process",
