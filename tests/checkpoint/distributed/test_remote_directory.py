@@ -23,7 +23,7 @@ from nxdpp.doors.nxd.checkpoint import finalize_checkpoint, has_checkpoint, load
 from tests.checkpoint.distributed.layouts import Layout, copy_through, tensors_in, train_and_save
 from tests.checkpoint.distributed.small_training import Training, is_same
 from tests.checkpoint.distributed.test_killed_saves import is_empty
-from tests.support.run_ranks import run_ranks
+from tests.support.run_ranks import fork_server, run_ranks
 from tests.support.tensor_models import VOCABULARY, make
 
 CHANGES = ("upload", "replace", "remove")
@@ -49,6 +49,8 @@ fsspec.register_implementation("s3", FolderStore, clobber=True)
 def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "temporary"
     folder.mkdir()
+    # The server of ranks keeps its socket in the first one, and the path of a socket has 107 bytes at most.
+    fork_server()
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
     return folder
 
