@@ -134,7 +134,7 @@ def check_choices(settings: Any) -> None:
 
 
 def _refused_together(settings: Any) -> dict[str, Any]:
-    """Whether ``settings`` have what each sentence refuses."""
+    """Return sentences of refusals, each with whether ``settings`` have what it refuses."""
     by, over_batch = settings.loss_normalization, settings.loss_over == "batch"
     is_sum = settings.gradient_reduction == "sum"
     losses, auto, is_split = settings.return_mb_loss, settings.auto_partition, settings.split_inputs_fn is not None

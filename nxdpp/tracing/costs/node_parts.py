@@ -212,7 +212,7 @@ class _Casts(TorchDispatchMode):
     """Mode that collects the copies, of a different dtype, of the memory of parameters."""
 
     def __init__(self, memories: set[int]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()  # type: ignore[no-untyped-call]  # torch has no types
         self.made: dict[int, torch.Tensor] = {}
         self._memories = memories
 
