@@ -6,6 +6,7 @@ A page that leaves out a model, data or imports, as reference pages do, has them
 from pathlib import Path
 
 import pytest
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig
 
 from tests.docs.pages import ROOT, Block, blocks, fragments
 from tests.docs.torchrun import run_forked
@@ -19,24 +20,18 @@ BEFORE = {
 import torch
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Adam
-from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
+from transformers import AutoModelForCausalLM
 
-torch.manual_seed(0)
-sizes = {"vocab_size": 64, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 16}
-GPT2LMHeadModel(GPT2Config(**sizes)).save_pretrained("gpt2")
 batch = {"input_ids": torch.arange(32).view(2, 16)}
 """,
     "planner.md": """\
 import nxdpp
 import torch
 from nxdpp import NxDPPModel
-from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, LlamaForCausalLM
 
-sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_hidden_layers": 4}
-small = LlamaConfig(vocab_size=64, **sizes)
-small.save_pretrained(".")
 torch.manual_seed(0)
-model = LlamaForCausalLM(small)
+model = LlamaForCausalLM(AutoConfig.from_pretrained("."))
 """,
     "tensor_models.md": """\
 import torch
@@ -53,6 +48,20 @@ plan["model.layers.*.mlp.down_proj"] = "rowwise"
 """,
 }
 """What the code of a page leaves out."""
+
+
+def _gpt2(folder: Path) -> None:
+    sizes = {"vocab_size": 64, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 16}
+    GPT2LMHeadModel(GPT2Config(**sizes)).save_pretrained(folder / "gpt2")
+
+
+def _llama(folder: Path) -> None:
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_hidden_layers": 4}
+    LlamaConfig(vocab_size=64, **sizes).save_pretrained(folder)
+
+
+FILES = {"oslo.md": _gpt2, "planner.md": _llama}
+"""What lies beside the code of a page before it starts; ranks that write the same file read each other's half."""
 
 AFTER = {
     "nnscaler.md": "before, after = model.infer_step([sample(4 * unit)] * 4)[0], losses[0]\nassert before < after",
@@ -89,6 +98,8 @@ def test_the_code_of_a_page_runs(name: str, tmp_path: Path) -> None:
         code = code.replace(cluster, here)
     file = tmp_path / "empty" / "train.py"
     file.parent.mkdir()
+    if name in FILES:
+        FILES[name](file.parent)
     file.write_text(f"{BEFORE[name]}\n{code}\n{AFTER[name]}\n", encoding="utf-8")
     ended = run_forked(file, RANKS.get(name, 2))
     assert ended.status == 0, ended.account
