@@ -4,6 +4,7 @@ A page that leaves out a model, data or imports, as reference pages do, has them
 """
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig
@@ -51,13 +52,13 @@ plan["model.layers.*.mlp.down_proj"] = "rowwise"
 
 
 def _gpt2(folder: Path) -> None:
-    sizes = {"vocab_size": 64, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 16}
+    sizes: dict[str, Any] = {"vocab_size": 64, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 16}
     GPT2LMHeadModel(GPT2Config(**sizes)).save_pretrained(folder / "gpt2")
 
 
 def _llama(folder: Path) -> None:
-    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_hidden_layers": 4}
-    LlamaConfig(vocab_size=64, **sizes).save_pretrained(folder)
+    sizes: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4}
+    LlamaConfig(num_hidden_layers=4, vocab_size=64, **sizes).save_pretrained(folder)
 
 
 FILES = {"oslo.md": _gpt2, "planner.md": _llama}
