@@ -90,13 +90,10 @@ def _layout(options: argparse.Namespace) -> dict[str, Any]:
     fields.setdefault("schedule", "1f1b" if fields.get("chunks", 1) == 1 else "interleaved")
     fields["chunks"] = find_family(fields["schedule"]).placement(fields["pipeline"], fields.get("chunks")).chunks
     layout = Layout(microbatch=batch // microbatches, **fields)
-    if layout.is_sharded and layout.data == 1:
-        raise ValueError(f"--zero {layout.zero} shares parameters among replicas: add --data-parallel-size.")
-    _ = layout.dimensions  # raises where the sequence has no tensor group
-    memory = options.device_memory or _UNLIMITED
+    layout.check()
     return {
         "devices": layout.devices,
-        "device_memory": memory,
+        "device_memory": options.device_memory or _UNLIMITED,
         "global_batch": batch * layout.data,
         "layouts": [layout],
     }

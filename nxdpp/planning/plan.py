@@ -22,6 +22,8 @@ from nxdpp.ranks import parallel_state
 from nxdpp.tensor.models.parallelize import tensor_parallelize
 
 _VERSION = 3
+# Figures of a layout that its document has beside its fields.
+_FIGURES = ("step_seconds", "peak_bytes", "bubble", "limited_by")
 # Arguments of ``NxDPPModel`` that a plan chooses, if only by their defaults.
 _CHOSEN = frozenset(
     {
@@ -266,8 +268,9 @@ class Plan:
         return imports, names, lines
 
     def to_json(self) -> str:
-        """Return the plan as JSON."""
-        return json.dumps({"version": _VERSION, **asdict(self)}, indent=1)
+        """Return the plan as JSON, with the figures of each layout. docs/planner.md lists the keys."""
+        best = [asdict(each) | {name: getattr(each, name) for name in _FIGURES} for each in self.best]
+        return json.dumps({"version": _VERSION, **asdict(self), "best": best}, indent=1)
 
     @classmethod
     def from_json(cls, text: str) -> "Plan":
