@@ -86,8 +86,8 @@ class Layout:
         check_zero(self.zero)
         if self.is_sharded and self.data == 1:
             raise ValueError(
-                f"ZeRO-{self.zero} shares parameters among replicas, and there is one: add --data-parallel-size, or give "
-                "data > 1."
+                f"ZeRO-{self.zero} shares parameters among replicas, and there is one: add --data-parallel-size, "
+                "or give data > 1."
             )
         if self.sequence and self.tensor == 1:
             raise ValueError(
