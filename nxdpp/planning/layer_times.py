@@ -193,7 +193,8 @@ def counted_layers(
     for index, name in enumerate(names):
         nodes = by_layer[index]
         held_here = {parameter: parameters[parameter] for parameter, held in owners.items() if index in held}
-        unit = weight_bytes(each for key, each in held_here.items() if key.startswith(f"{name}."))
+        state = PlannedState.of(held_here.values())
+        unit = state_bytes(each for key, each in held_here.items() if key.startswith(f"{name}.")).weights
         parts = [costs[node].parts or NodeParts() for node in nodes]
         held = activation_bytes(nodes, costs, traced, shared)
         forward_peak, backward_peak = _peaks(nodes, costs, parts)
@@ -220,10 +221,10 @@ def counted_layers(
                 backward_extra=max(backward_peak - held, 0.0),
                 sent=sent,
                 passed=_sent_bytes(earlier, assigned, costs, index),
-                state=PlannedState.of(held_here.values()),
+                state=state,
                 largest=max(map(_bytes, held_here.values()), default=0),
                 unit=unit,
-                rest=weight_bytes(held_here.values()) - unit,
+                rest=state.weights - unit,
                 copied=sum(
                     _bytes(each) for each in held_here.values() if each.requires_grad and _bytes(each) < BUCKET_BYTES
                 ),
@@ -245,11 +246,6 @@ def _tied(parameters: Mapping[str, nn.Parameter], owners: Mapping[str, set[int]]
         for identity, layers in held.items()
         if len(layers) > 1
     ]
-
-
-def weight_bytes(parameters: Iterable[nn.Parameter]) -> int:
-    """Return the bytes of ``parameters``, each once."""
-    return state_bytes(parameters).weights
 
 
 def _bytes(tensor: torch.Tensor) -> int:

@@ -8,6 +8,7 @@ from typing import Any
 
 from nxdpp.devices import CUDA
 from nxdpp.planning.layout import Layout
+from nxdpp.planning.machine import check_whole
 from nxdpp.planning.text_table import flops_of, rate_of, size_of
 from nxdpp.schedules.families.registry import find_family
 
@@ -42,13 +43,15 @@ def plan_arguments(options: argparse.Namespace) -> dict[str, Any]:
             rate_of(getattr(options, name), name)
     if options.peak is not None:
         flops_of(options.peak, "peak")
+    if options.dtype not in (None, *DTYPES):
+        raise ValueError(f"dtype={options.dtype!r} is no floating dtype of a model: choose one of {', '.join(DTYPES)}.")
     if options.write is not None and options.write.suffix not in (".py", ".json"):
         raise ValueError(f"--write {options.write}: name a .py file for a program, or a .json file for the plan.")
     passed = {name: getattr(options, name) for name in _PASSED if getattr(options, name) is not None}
     return {
         "seq_length": options.seq_length,
         "device": "h100" if options.device == CUDA else options.device,
-        "dtype": checked_dtype(options.dtype),
+        "dtype": options.dtype,
         "costs": "measured" if options.measure else "counted",
         **passed,
         **found,
@@ -62,9 +65,8 @@ def _search(options: argparse.Namespace) -> dict[str, Any]:
     if given := [name for name in _OF_LAYOUT if getattr(options, name) is not None]:
         raise ValueError(f"{_flags(given)}: the search chooses it. Leave it out with --devices.")
     for name in ("devices", "hosts", "global_batch", "best"):
-        value = getattr(options, name)
-        if value is not None and value < 1:
-            raise ValueError(f"{name}={value} must be a whole number of at least 1.")
+        if getattr(options, name) is not None:
+            check_whole(name, getattr(options, name))
     if options.schedule is not None:
         find_family(options.schedule)
     fixed = {field: getattr(options, name) for name, field in _FIELDS.items() if getattr(options, name) is not None}
@@ -97,13 +99,6 @@ def _layout(options: argparse.Namespace) -> dict[str, Any]:
         "global_batch": batch * layout.data,
         "layouts": [layout],
     }
-
-
-def checked_dtype(name: str | None) -> str | None:
-    """Return ``name``. Raises ``ValueError`` for a dtype that no model is made of."""
-    if name is not None and name not in DTYPES:
-        raise ValueError(f"dtype={name!r} is no floating dtype of a model: choose one of {', '.join(DTYPES)}.")
-    return name
 
 
 def _flags(names: Sequence[str]) -> str:

@@ -12,11 +12,11 @@ _PREFIXES = ("", "Ki", "Mi", "Gi", "Ti", "Pi")
 _KIBI = 1024
 
 
-def table(heads: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1, total: bool = False) -> list[str]:
+def table(heads: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> list[str]:
     """Return the lines of ``tables`` of 80 columns: the same in a terminal, a pipe and a file."""
     out = console(WIDTH)
     with out.capture() as captured:
-        out.print(*tables(heads, rows, out.width, left=left, total=total), sep="\n")
+        out.print(*tables(heads, rows, out.width, left=left), sep="\n")
     return [line.rstrip() for line in captured.get().splitlines()]
 
 

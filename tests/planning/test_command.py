@@ -13,7 +13,6 @@ from transformers import (
     BeitConfig,
     PreTrainedConfig,
     T5Config,
-    Wav2Vec2Config,
 )
 
 from nxdpp.__main__ import main
@@ -85,24 +84,12 @@ def test_llama_405b_needs_no_memory_for_its_weights(tmp_path: Path) -> None:
     [
         (BeitConfig(num_hidden_layers=2, hidden_size=64, num_attention_heads=4), "BeitForImageClassification"),
         (
-            Wav2Vec2Config(
-                num_hidden_layers=2,
-                hidden_size=64,
-                num_attention_heads=4,
-                conv_dim=(64,) * 7,
-                num_conv_pos_embeddings=16,
-                num_conv_pos_embedding_groups=4,
-                layerdrop=0.0,
-            ),
-            "Wav2Vec2ForSequenceClassification",
-        ),
-        (
             T5(num_layers=2, d_model=64, num_heads=4, d_kv=16, d_ff=64, decoder_start_token_id=0),
             "T5ForConditionalGeneration",
         ),
     ],
 )
-def test_models_of_images_sounds_and_two_texts(
+def test_models_of_images_and_of_two_texts(
     config: PreTrainedConfig, model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config.save_pretrained(tmp_path)
