@@ -67,7 +67,7 @@ def _initialize_three_times(rank: int) -> list[int]:
         parallel_state.initialize_model_parallel(1, pipeline)
         assert parallel_state.get_device_mesh() is mesh
         with pytest.raises(
-            RuntimeError, match=f"tensor size 1 and pipeline size {pipeline}, which differs from 2 and 1"
+            RuntimeError, match=f"pipeline size {pipeline}, which differs from tensor size 2 and pipeline size 1"
         ):
             parallel_state.initialize_model_parallel(2, 1)
         parallel_state.destroy_model_parallel()
