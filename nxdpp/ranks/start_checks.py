@@ -31,8 +31,8 @@ def check_sizes(tensor: int, pipeline: int, world_size: int) -> None:
 
 
 _NOT_DIVIDED = {
-    "context_parallel_size": "nxdpp does not split sequences over ranks. Give 1, and use the ranks for pipeline, tensor "
-    "or data parallelism.",
+    "context_parallel_size": "nxdpp does not split sequences over ranks. Give 1, and use the ranks for pipeline, "
+    "tensor or data parallelism.",
     "expert_model_parallel_size": "nxdpp does not split the experts of a layer over ranks. Give 1; a pipeline has the "
     "experts of each layer on one stage.",
     "lnc_size": "logical cores are of Neuron devices. On a GPU or a CPU each rank has one device: give 1.",

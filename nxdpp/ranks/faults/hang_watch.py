@@ -26,14 +26,11 @@ _PAUSE_SECONDS = 0.1  # between two looks at another rank's roll call
 class HangWatch:
     """Roll calls of one rank."""
 
-    def __init__(self, store: WatchStore, peers: LocalPeers, rank: int, world_size: int, timeouts: Timeouts) -> None:
-        self._store = store
-        self._peers = peers
-        self._rank = rank
-        self._world_size = world_size
-        limit = timeouts.hang
+    def __init__(self, store: WatchStore, peers: LocalPeers, timeouts: Timeouts) -> None:
+        self._store, self._peers = store, peers
+        self._rank, self._world_size = peers.rank, peers.world_size
         self._timeouts = timeouts
-        self._limit = limit
+        self._limit = limit = timeouts.hang
         self._sample_seconds = min(max(limit / 20, 0.1), _MOST_SECONDS_OF_A_SAMPLE)
         self._progress = Progress(board, 2 * self._sample_seconds, timeouts.compile)
         self._answers = threading.Lock()
