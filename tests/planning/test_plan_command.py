@@ -197,7 +197,7 @@ def test_json_of_a_search(folder: Path, capsys: pytest.CaptureFixture[str]) -> N
             r"no layout fits into .* GiB of a device: the smallest one needs .* GiB \(tensor",
         ),
         (["--device-memory", "80"], "device_memory='80' is not understood: give a number and one of B, kB"),
-        (["--link", "5GB"], "link='5GB' is no rate: end it with /s"),
+        (["--link", "5GB"], "link='5GB' is not understood: .*, and end it with /s"),
         (["--hosts", "3"], "2 devices do not divide over 3 hosts"),
         (["--best", "0"], "best=0 must be a whole number of at least 1"),
         (["--zero", "1", "--data-parallel-size", "1"], "with data=1, zero=1 fits .* ZeRO needs replicas"),
