@@ -24,7 +24,7 @@ _NO_CURVE = ("time", "step", "busy", "bytes")
 _PART = 1 << 22
 _KEPT = 2
 # Points that a curve keeps at most, before each two neighbours become one.
-MOST_POINTS = 2048
+MOST_POINTS = 512
 # Start of a file, by which it is known again.
 _HEAD_BYTES = 64
 

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 
 from nxdpp.ranks.faults.board import board
 from nxdpp.ranks.faults.ending_process import print_line, wait_until
@@ -85,7 +86,7 @@ class HangWatch:
             if call.is_open and call.number > self._answered:
                 self._answered = call.number
                 answer = own_answer(board, self._progress, self._peers)
-                self._store.answer_roll_call(call, self._rank, answer.as_dict())
+                self._store.answer_roll_call(call, self._rank, asdict(answer))
 
     def gone(self, seconds: float) -> list[int]:
         """The ranks that do not answer a roll call within ``seconds``.
