@@ -83,6 +83,13 @@ _BACKWARDS_AFTER = {
 }
 # Progress of a microbatch on a stage; 0 before its forward.
 _FORWARD_DONE, _INPUT_GRADIENT_DONE, _ALL_DONE = 1, 2, 3
+# Progress after an action, by its kind and the progress before.
+_AFTER = {
+    (ActionKind.FORWARD, 0): _FORWARD_DONE,
+    (ActionKind.INPUT_GRADIENT, _FORWARD_DONE): _INPUT_GRADIENT_DONE,
+    (ActionKind.WEIGHT_GRADIENT, _INPUT_GRADIENT_DONE): _ALL_DONE,
+    (ActionKind.BACKWARD, _FORWARD_DONE): _ALL_DONE,
+}
 
 
 def _place(schedule: Schedule) -> dict[int, int]:
@@ -96,19 +103,11 @@ def _place(schedule: Schedule) -> dict[int, int]:
 
 
 def _check_rank(rank: int, actions: list[Action], done: list[bytearray]) -> None:
-    forward, backward = ActionKind.FORWARD, ActionKind.BACKWARD
-    input_gradient, weight_gradient = ActionKind.INPUT_GRADIENT, ActionKind.WEIGHT_GRADIENT
     for at, action in enumerate(actions):
         stage, kind, microbatch, _ = action
         progress = done[stage][microbatch] if microbatch >= 0 else -1
-        if kind is forward and progress == 0:
-            done[stage][microbatch] = _FORWARD_DONE
-        elif kind is input_gradient and progress == _FORWARD_DONE:
-            done[stage][microbatch] = _INPUT_GRADIENT_DONE
-        elif (kind is weight_gradient and progress == _INPUT_GRADIENT_DONE) or (
-            kind is backward and progress == _FORWARD_DONE
-        ):
-            done[stage][microbatch] = _ALL_DONE
+        if (kind, progress) in _AFTER:
+            done[stage][microbatch] = _AFTER[kind, progress]
         elif kind not in ADDED:
             raise _broken(rank, at, action, _rule(action, progress))
 
