@@ -102,11 +102,9 @@ class ChosenSchedule:
 
 def _check_lists(schedule: Any) -> None:
     """Raise ``TypeError`` for anything but a list of lists of text."""
-    lists = list(schedule) if isinstance(schedule, list | tuple) else [schedule]
-    for actions in lists:
-        texts = actions if isinstance(actions, list | tuple | str) else [actions]
-        if actions is schedule or texts is not actions or not all(isinstance(text, str) for text in texts):
-            raise TypeError(
-                f"schedule={schedule!r:.80}: give the name of a family, the path of a CSV file, or a list of actions "
-                f"for each rank, one text each."
-            )
+    lists = schedule if isinstance(schedule, list | tuple) else [schedule]
+    if not all(isinstance(each, list | tuple) and all(isinstance(text, str) for text in each) for each in lists):
+        raise TypeError(
+            f"schedule={schedule!r:.80}: give the name of a family, the path of a CSV file, or a list of actions for "
+            f"each rank, one text each."
+        )

@@ -44,8 +44,6 @@ def read_schedule(path: Path) -> Schedule:
 
 
 def _parse_rank(rank: int, texts: Sequence[str]) -> list[Action]:
-    if isinstance(texts, str):
-        raise ValueError(f"rank {rank} is the text {texts!r:.40}; give a list of actions, one text each.")
     actions = []
     for at, text in enumerate(texts):
         try:

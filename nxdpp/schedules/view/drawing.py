@@ -97,11 +97,8 @@ class _Drawing:
         text.append(self._axis(block, start, end).rstrip() + "\n")
         for head, row in zip(self._heads, self._drawn, strict=True):
             text.append(head)
-            first, last = (
-                bisect_right(row, start, key=attrgetter("end")),
-                bisect_left(row, end, key=attrgetter("start")),
-            )
-            for piece in row[first:last]:
+            first = bisect_right(row, start, key=attrgetter("end"))
+            for piece in row[first : bisect_left(row, end, key=attrgetter("start"))]:
                 text.append(self._shown(piece, max(piece.start, start), min(piece.end, end)), piece.style)
             text.append("\n")
 
