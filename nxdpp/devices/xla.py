@@ -120,11 +120,6 @@ class XlaDevice(Device):
         self.submit()
         _xla_model().wait_device_ops()
 
-    def to_host(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
-        """Start all recorded operations, and copy ``tensor`` in a thread; the result waits for the copy."""
-        copied = self.to_host_together([tensor])
-        return lambda: copied()[0]
-
     def to_host_together(self, tensors: Sequence[torch.Tensor]) -> Callable[[], list[torch.Tensor]]:
         """Start all recorded operations, and copy ``tensors`` in a thread, in one transfer.
 

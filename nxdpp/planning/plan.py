@@ -123,14 +123,6 @@ class Plan:
         """The layout with the shortest step."""
         return self.first.layout
 
-    def sizes(self) -> dict[str, int]:
-        """Return the arguments of ``parallel_state.initialize_model_parallel`` that differ from their defaults."""
-        given = {
-            "tensor_model_parallel_size": self.layout.tensor,
-            "pipeline_model_parallel_size": self.layout.pipeline,
-        }
-        return {name: size for name, size in given.items() if size > 1}
-
     def arguments(self) -> dict[str, Any]:
         """Return the arguments of ``NxDPPModel``."""
         layout = self.layout
@@ -234,7 +226,12 @@ class Plan:
 
     def initialization(self) -> str:
         """Return the line that divides the ranks."""
-        return call("parallel_state.initialize_model_parallel", [], self.sizes())
+        sizes = {
+            "tensor_model_parallel_size": self.layout.tensor,
+            "pipeline_model_parallel_size": self.layout.pipeline,
+        }
+        given = {name: size for name, size in sizes.items() if size > 1}
+        return call("parallel_state.initialize_model_parallel", [], given)
 
     def wrapping(self) -> tuple[list[str], list[str], list[str]]:
         """Return lines of imports, names of ``nxdpp``, and lines that wrap ``model`` and make its optimizer."""
