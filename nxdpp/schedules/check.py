@@ -9,11 +9,8 @@ from typing import NamedTuple
 
 from nxdpp.counted import counted
 from nxdpp.schedules.actions import ADDED, BACKWARDS, BEGINS, COMPUTE, ENDS, TRANSFERS, Action, ActionKind, Schedule
-from nxdpp.schedules.execution import Blocked, run_in_order
-
-
-class ScheduleError(ValueError):
-    """A schedule that cannot run; the message names the rank, the action and the rule."""
+from nxdpp.schedules.execution import ScheduleError as ScheduleError
+from nxdpp.schedules.execution import run_in_order
 
 
 class ScheduleSize(NamedTuple):
@@ -53,10 +50,7 @@ def check(schedule: Schedule) -> ScheduleSize:
         _check_added(rank, actions)
     trains = any(any(stage) and max(stage) > _FORWARD_DONE for stage in done)
     _check_complete(done, placed, trains)
-    try:
-        run_in_order(schedule, stages, microbatches)
-    except Blocked as blocked:
-        raise ScheduleError(str(blocked)) from None
+    run_in_order(schedule, stages, microbatches)
     return ScheduleSize(len(schedule), stages, microbatches, trains)
 
 
