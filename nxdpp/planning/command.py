@@ -34,9 +34,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     for flag, text in _NUMBERS.items():
         parser.add_argument(flag, type=whole_number, metavar="N", help=text)
     parser.add_argument(
-        "--schedule",
-        metavar="NAME",
-        help=f"{', '.join(FAMILIES)} (1f1b; interleaved with several stages per rank)",
+        "--schedule", metavar="NAME", help=f"{', '.join(FAMILIES)} (1f1b; interleaved with several stages per rank)"
     )
     parser.add_argument(
         "--device", choices=(CUDA, *DEVICES), default=CUDA, help="device of the ranks; cuda is h100 (cuda)"

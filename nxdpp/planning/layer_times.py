@@ -167,11 +167,7 @@ class TiedState:
 
 
 def counted_layers(
-    traced: TracedGraph,
-    root: nn.Module,
-    costs: Mapping[fx.Node, NodeCost],
-    speed: float,
-    link: Link,
+    traced: TracedGraph, root: nn.Module, costs: Mapping[fx.Node, NodeCost], speed: float, link: Link
 ) -> tuple[list[LayerTimes], list[TiedState]]:
     """Return the layers and the head, and the parameters that several of them have.
 

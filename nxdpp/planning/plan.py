@@ -226,10 +226,7 @@ class Plan:
 
     def initialization(self) -> str:
         """Return the line that divides the ranks."""
-        sizes = {
-            "tensor_model_parallel_size": self.layout.tensor,
-            "pipeline_model_parallel_size": self.layout.pipeline,
-        }
+        sizes = {"tensor_model_parallel_size": self.layout.tensor, "pipeline_model_parallel_size": self.layout.pipeline}
         given = {name: size for name, size in sizes.items() if size > 1}
         return call("parallel_state.initialize_model_parallel", [], given)
 

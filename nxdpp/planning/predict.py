@@ -9,14 +9,7 @@ from nxdpp.planning.layout import SHARDED, Layout
 from nxdpp.planning.model_costs import ModelCosts
 from nxdpp.planning.rank_memory import RankMemory, activation_peak, rank_memory, stage_bytes
 from nxdpp.planning.replica_collectives import ReplicaCollectives
-from nxdpp.planning.stage_costs import (
-    RankState,
-    StageCosts,
-    largest_sent,
-    rank_state,
-    stage_costs,
-    stage_ends,
-)
+from nxdpp.planning.stage_costs import RankState, StageCosts, largest_sent, rank_state, stage_costs, stage_ends
 from nxdpp.planning.step_times import RankTimes, built, split_share, step_times
 from nxdpp.schedules.families.registry import find_family
 

@@ -65,12 +65,7 @@ def checked_shard_size(size: int | None, replicas: int) -> int:
 
 
 def check_same(
-    state: ProcessGroups,
-    wanted: RankMesh,
-    backend: str | None,
-    device: str | None,
-    timeouts: Timeouts,
-    shard_size: int,
+    state: ProcessGroups, wanted: RankMesh, backend: str | None, device: str | None, timeouts: Timeouts, shard_size: int
 ) -> None:
     """Raise ``RuntimeError`` unless ``state`` has the groups, the devices and the limits that are asked for."""
     there, asked = _named(state.rank_mesh, state.shard_size, state.timeouts), _named(wanted, shard_size, timeouts)

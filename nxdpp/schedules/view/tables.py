@@ -17,12 +17,7 @@ NARROWEST = 20
 
 
 def tables(
-    heads: Sequence[str],
-    rows: Sequence[Sequence[str]],
-    width: int,
-    *,
-    left: int = 1,
-    folded: int | None = None,
+    heads: Sequence[str], rows: Sequence[Sequence[str]], width: int, *, left: int = 1, folded: int | None = None
 ) -> "list[Table]":
     """Return a table, or several where one is wider than ``width`` columns: each begins with the first column.
 
