@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from nxdpp.counted import counted
+from nxdpp.counted import check_whole, counted
 from nxdpp.devices import CUDA
 from nxdpp.devices.collective_bytes import Kind
 
@@ -13,12 +13,6 @@ if TYPE_CHECKING:
 
 # Bandwidths that the vendor prints are reached to this share by large operations.
 _MEMORY_SHARE = 0.85
-
-
-def check_whole(name: str, value: Any) -> None:
-    """Raise ``ValueError`` for a ``value`` of the argument ``name`` that is no whole number of at least 1."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"{name}={value!r} must be a whole number of at least 1.")
 
 
 @dataclass(frozen=True)

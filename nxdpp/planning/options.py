@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from nxdpp.counted import check_whole
 from nxdpp.devices import CUDA
 from nxdpp.planning.layout import Layout
-from nxdpp.planning.machine import check_whole
 from nxdpp.planning.text_table import flops_of, rate_of, size_of
 from nxdpp.schedules.families.registry import find_family
 

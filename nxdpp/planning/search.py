@@ -16,11 +16,10 @@ from dataclasses import dataclass, field, fields, replace
 from itertools import count
 from typing import Any, Literal
 
-from nxdpp.counted import counted
+from nxdpp.counted import check_whole, counted
 from nxdpp.planning.bounds import Bounds, LowerBounds
 from nxdpp.planning.dtypes import name_of
 from nxdpp.planning.layout import SHARDED, Layout, check_zero, describe, divisors, groups_of, schedules_of
-from nxdpp.planning.machine import check_whole
 from nxdpp.planning.model_costs import ModelCosts
 from nxdpp.planning.predict import Prediction, TooLargeError, predict
 from nxdpp.schedules.families.registry import find_family

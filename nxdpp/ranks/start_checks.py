@@ -14,13 +14,9 @@ from nxdpp.ranks.rank_mesh import RankMesh
 def check_sizes(tensor: int, pipeline: int, world_size: int) -> None:
     """Raise ``ValueError`` for sizes below 1 or that do not divide the world, ``TypeError`` for no whole number."""
     for name, size in (("tensor_model_parallel_size", tensor), ("pipeline_model_parallel_size", pipeline)):
-        if isinstance(size, bool) or not isinstance(size, numbers.Integral):
-            raise TypeError(f"{name}={size!r} must be a whole number of at least 1.")
-    if tensor < 1 or pipeline < 1:
-        raise ValueError(
-            "tensor_model_parallel_size and pipeline_model_parallel_size must be at least 1, "
-            f"not {tensor} and {pipeline}"
-        )
+        _check_whole(name, size)
+        if size < 1:
+            raise ValueError(f"{name}={size} must be a whole number of at least 1.")
     if world_size % (tensor * pipeline):
         raise ValueError(
             f"a world of {counted(world_size, 'rank')} does not divide into model replicas of "
@@ -28,6 +24,11 @@ def check_sizes(tensor: int, pipeline: int, world_size: int) -> None:
             f"{pipeline}): start a multiple of {tensor * pipeline} processes, as in "
             f"torchrun --nproc-per-node {tensor * pipeline}, or choose other sizes"
         )
+
+
+def _check_whole(name: str, size: object) -> None:
+    if isinstance(size, bool) or not isinstance(size, numbers.Integral):
+        raise TypeError(f"{name}={size!r} must be a whole number of at least 1.")
 
 
 _NOT_DIVIDED = {
@@ -54,8 +55,7 @@ def checked_shard_size(size: int | None, replicas: int) -> int:
     """
     if size is None:
         return replicas
-    if isinstance(size, bool) or not isinstance(size, numbers.Integral):
-        raise TypeError(f"data_parallel_shard_size={size!r} must be a whole number of at least 1, or None.")
+    _check_whole("data_parallel_shard_size", size)
     if size < 1 or replicas % size:
         raise ValueError(
             f"data_parallel_shard_size={size} must divide the {counted(replicas, 'data-parallel rank')}: give a "

@@ -5,7 +5,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from nxdpp.counted import counted
+from nxdpp.counted import check_whole, counted
 from nxdpp.schedules.actions import Schedule
 from nxdpp.schedules.check import check
 from nxdpp.schedules.families.family import Family
@@ -32,8 +32,7 @@ class ChosenSchedule:
     """
 
     def __init__(self, schedule: Written | None, ranks: int, microbatches: int, chunks: int) -> None:
-        if isinstance(chunks, bool) or not isinstance(chunks, int) or chunks < 1:
-            raise ValueError(f"virtual_pipeline_size={chunks!r} must be a whole number of at least 1.")
+        check_whole("virtual_pipeline_size", chunks)
         self.ranks = ranks
         self.microbatches = microbatches
         self._family: Family | None = None
