@@ -4,7 +4,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass, fields, replace
 from typing import Any
 
-import torch
 from torch import fx, nn
 
 from nxdpp.pipeline.partition.layer_costs import (
@@ -218,11 +217,11 @@ def counted_layers(
                 sent=sent,
                 passed=_sent_bytes(earlier, assigned, costs, index),
                 state=state,
-                largest=max(map(_bytes, held_here.values()), default=0),
+                largest=max((each.nbytes for each in held_here.values()), default=0),
                 unit=unit,
                 rest=state.weights - unit,
                 copied=sum(
-                    _bytes(each) for each in held_here.values() if each.requires_grad and _bytes(each) < BUCKET_BYTES
+                    each.nbytes for each in held_here.values() if each.requires_grad and each.nbytes < BUCKET_BYTES
                 ),
                 cast=sum(costs[node].cast_bytes for node in nodes),
                 is_layer=name in traced.layers,
@@ -242,10 +241,6 @@ def _tied(parameters: Mapping[str, nn.Parameter], owners: Mapping[str, set[int]]
         for identity, layers in held.items()
         if len(layers) > 1
     ]
-
-
-def _bytes(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
 
 
 def _peaks(
