@@ -11,11 +11,11 @@ tensors without values. All ranks see the same code run, so they know all of thi
 """
 
 from collections import UserDict
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -32,45 +32,28 @@ from nxdpp.generation.absent import (
     unknown_values,
     untracked,
 )
-from nxdpp.generation.attributes import CALL, attributes
 from nxdpp.generation.caches import CacheUpdate, advance, cache_among, sizes, updates
 from nxdpp.generation.known_calls import CACHE, REMEDY, KnownCall, OutputRule, Plan, Plans, rule_of
-from nxdpp.generation.leaves import StageLeaf, stage_of
-from nxdpp.ground.torch_names import CALL_WITH_HOOKS, PARAMETERS
+from nxdpp.generation.leaves import StageLeaf, spine_parameters, stage_leaves, stage_of
+from nxdpp.generation.messages import RankMessages
+from nxdpp.ground.torch_names import CALL_WITH_HOOKS, COMPILED_CALL, PARAMETERS
+from nxdpp.pipeline.partition.partition import Partition
 from nxdpp.ranks.faults.board import board
+from nxdpp.schedules.placement import ListedPlacement, Placement
 
 _DIMENSIONS = 8
-
-
-class StageExchange(Protocol):
-    """Messages between the ranks of a pipeline, in the order of their sends."""
-
-    def send(self, tensor: torch.Tensor, destination: int) -> None:
-        """Start to send a dense tensor."""
-
-    def receive(
-        self, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype, source: int, on_host: bool = False
-    ) -> torch.Tensor:
-        """Receive a tensor; with ``on_host`` one in host memory."""
-
-    def send_value(self, value: Any, destination: int) -> None:
-        """Start to send a value that has a form (``wire_form``)."""
-
-    def receive_value(self, source: int) -> Any:
-        """Receive the value of a ``send_value``."""
+# torch calls it in place of a module with its hooks, as after ``compile()``.
+_CALL = COMPILED_CALL.name
 
 
 class StageCalls:
     """Forwards of one rank.
 
     Args:
-        leaves: the modules that run as a whole.
-        parameters: the parameters of the spine.
-        rank: this rank of the pipeline.
-        rank_of: the rank of a stage.
-        stages: number of stages.
-        driver: the rank that needs the outputs.
-        exchange: messages to the other ranks.
+        root: the whole model. Parameters of other ranks are on the meta device.
+        partition: its stages.
+        placement: the rank of each stage.
+        messages: to the other ranks; the driver needs the outputs.
         device: the device of this rank.
         plans: what earlier forwards have shown, by their kind.
         head: the module that gives the logits, which only the driver gets.
@@ -78,31 +61,28 @@ class StageCalls:
 
     def __init__(
         self,
-        leaves: Sequence[StageLeaf],
-        parameters: Sequence[StageLeaf],
-        rank: int,
-        rank_of: Callable[[int], int],
-        stages: int,
-        driver: int,
-        exchange: StageExchange,
+        root: nn.Module,
+        partition: Partition,
+        placement: Placement | ListedPlacement,
+        messages: RankMessages,
         device: torch.device,
         plans: Plans,
         head: nn.Module | None = None,
     ) -> None:
         self._head = head
-        self._rank = rank
-        self._rank_of = rank_of
-        self._ranks = frozenset(map(rank_of, range(stages)))
-        self._driver = driver
-        self._exchange = exchange
+        self._rank, self._driver, self._exchange = messages.rank, messages.driver, messages
+        self._rank_of = rank_of = placement.rank_of
+        self._ranks = frozenset(map(rank_of, range(partition.stages)))
         self._device = device
         self._plans = plans
+        leaves = stage_leaves(root, partition)
+        parameters = spine_parameters(root, partition, leaves)
         self._parameters = [leaf for leaf in parameters if {rank_of(stage) for stage in leaf.stages} != self._ranks]
         self._calls = [
-            (leaf.module, CALL, partial(self._call, leaf, CALL_WITH_HOOKS.of(leaf.module))) for leaf in leaves
+            (leaf.module, _CALL, partial(self._call, leaf, CALL_WITH_HOOKS.of(leaf.module))) for leaf in leaves
         ]
-        elsewhere = [leaf for leaf in leaves if rank not in map(rank_of, leaf.stages)]
-        self._refusals = [(leaf.module, CALL, partial(_refuse_call, leaf.name)) for leaf in elsewhere]
+        elsewhere = [leaf for leaf in leaves if self._rank not in map(rank_of, leaf.stages)]
+        self._refusals = [(leaf.module, _CALL, partial(_refuse_call, leaf.name)) for leaf in elsewhere]
         self._plan: Plan = {}
         self._numbers: dict[str, int] = {}
         self._stage = 0
@@ -120,7 +100,7 @@ class StageCalls:
         self._plan = self._plans.setdefault(kind, {})
         self._numbers, self._stage, self._signature, self._has_new = {}, 0, signature, False
         self._touched = set()
-        with attributes([*self._calls, *map(self._value, self._parameters)]):
+        with _attributes([*self._calls, *map(self._value, self._parameters)]):
             output = called(**arguments)
         if self._has_new:
             self._want(roots_of(leaves_in(output)), frozenset({self._driver}))
@@ -132,7 +112,7 @@ class StageCalls:
 
     def refused(self) -> AbstractContextManager[None]:
         """Refuse to run modules of other ranks outside of ``run``."""
-        return attributes(self._refusals)
+        return _attributes(self._refusals)
 
     def _value(self, leaf: StageLeaf) -> tuple[nn.Module, str, Any]:
         """The value of a spine parameter for code of this rank, as the result of a module of its name."""
@@ -312,6 +292,22 @@ class StageCalls:
             if rule.has_shape:
                 known.keep_shape(index, self._signature, shape)
         return self._exchange.receive(*shape, rule.dtype, known.home)
+
+
+@contextmanager
+def _attributes(given: Sequence[tuple[nn.Module, str, Any]]) -> Iterator[None]:
+    """Give values to attributes of modules. An attribute is found before a parameter of its name."""
+    before = [vars(module).get(name) for module, name, _ in given]
+    for module, name, value in given:
+        vars(module)[name] = value
+    try:
+        yield
+    finally:
+        for (module, name, _), earlier in zip(given, before, strict=True):
+            if earlier is None:
+                del vars(module)[name]
+            else:
+                vars(module)[name] = earlier
 
 
 def _refuse_call(name: str, *args: Any, **kwargs: Any) -> NoReturn:
