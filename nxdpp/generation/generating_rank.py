@@ -1,7 +1,7 @@
 """One rank of a generation: its forwards, by the commands of the driver."""
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -73,7 +73,8 @@ class GeneratingRank:
         tokens = next((arguments[name] for name in _TOKENS if arguments.get(name) is not None), None)
         given = frozenset(name for name, value in arguments.items() if value is not None)
         kind = path, given, None if tokens is None else _kind_of(*tokens.shape[:2])
-        called = _called(self.module, path)
+        parent, _, name = path.rpartition(".")
+        called = getattr(self.module.get_submodule(parent), name) if name else self.module
         if any(value.is_floating_point() for value in tensors.values()):
             # The number of images, and their sizes, may decide which modules run.
             self._plans.pop(kind, None)
@@ -116,14 +117,6 @@ def _play(streamer: Any, events: Sequence[Any]) -> None:
             streamer.end()
         else:
             streamer.put(value)
-
-
-def _called(module: nn.Module, path: str) -> Callable[..., Any]:
-    """Return the module of ``path`` in ``module``, or its method."""
-    parent, _, name = path.rpartition(".")
-    owner = module.get_submodule(parent)
-    found: Callable[..., Any] = getattr(owner, name) if name else module
-    return found
 
 
 def _kind_of(rows: int, length: int) -> tuple[bool, bool, bool]:
