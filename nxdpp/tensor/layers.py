@@ -12,8 +12,8 @@ With ``sequence_parallel_enabled`` each rank has a part of the sequence outside 
 reduce-scatters. ``sequence_dimension`` is 0 by default, ``(S, B, H)``; 1 is for ``(B, S, H)``.
 
 The initial values are the same as in a whole ``torch.nn.Linear``, whatever the tensor-parallel size, and so is the
-state of the generator afterwards. They are drawn on the CPU. The embedding and the convolutions, whose names belong
-here in NeuronX Distributed, are in ``embedding.py`` and ``convolutions.py``.
+state of the generator afterwards. They are drawn on the CPU. The embedding, whose name belongs here in NeuronX
+Distributed, is in ``embedding.py``.
 """
 
 from typing import Any
@@ -24,7 +24,6 @@ from torch.nn import functional
 
 from nxdpp.ranks import parallel_state
 from nxdpp.tensor import mappings
-from nxdpp.tensor.convolutions import InputChannelParallelConv2d, OutputChannelParallelConv2d
 from nxdpp.tensor.embedding import ParallelEmbedding
 from nxdpp.tensor.initial_parts import InitMethod
 from nxdpp.tensor.overlapped_linear import WeightRows, autocast_dtype, is_trained, overlapped_linear
@@ -33,8 +32,6 @@ from nxdpp.tensor.parallel_linear import ParallelLinear
 
 __all__ = [
     "ColumnParallelLinear",
-    "InputChannelParallelConv2d",
-    "OutputChannelParallelConv2d",
     "ParallelEmbedding",
     "RowParallelLinear",
 ]
