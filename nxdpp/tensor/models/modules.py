@@ -108,8 +108,6 @@ def to_vocabulary(module: nn.Embedding) -> None:
         num_embeddings_per_partition=rows,
         start_index=start,
         end_index=start + rows,
-        shard_across_embedding=False,
-        collect_output=True,
         sequence_parallel_enabled=False,
         sequence_dimension=1,
         _init_method=nn.init.normal_,
