@@ -6,7 +6,6 @@ import torch
 from torch import nn
 
 from nxdpp.counted import counted
-from nxdpp.devices import accelerator
 from nxdpp.gradients.replaced_parameters import check_no_optimizer_holds, watch_replaced
 from nxdpp.gradients.shards.local_tensors import is_sharded
 from nxdpp.ground.torch_names import BACKWARD_HOOKS, BUFFERS, POST_ACCUMULATE_HOOKS
@@ -130,16 +129,9 @@ def checked_device(device: torch.device | str | int) -> torch.device:
     except (RuntimeError, TypeError, AssertionError, NotImplementedError) as error:
         reason = str(error).partition("\n")[0]
         raise ValueError(
-            f"there is no device {str(device)!r} here: {reason} Give one of this machine, such as "
-            f"{_example_device()!r}, or leave it out for the device of this rank."
+            f"there is no device {str(device)!r} here: {reason} Give one of this machine, such as 'cpu', or leave it "
+            f"out for the device of this rank."
         ) from error
-
-
-def _example_device() -> str:
-    if parallel_state.model_parallel_is_initialized():
-        return str(parallel_state.local_device())
-    kind = accelerator.present()
-    return "cpu" if kind is None else f"{kind}:0"
 
 
 def _is_replaced(tensor: torch.Tensor, convert: Callable[[torch.Tensor], torch.Tensor]) -> bool:
