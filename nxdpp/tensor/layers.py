@@ -126,11 +126,6 @@ class ColumnParallelLinear(ParallelLinear):
                 output = self._in_order(output)
         return self._biased(output) if self._bias_follows else output
 
-    @property
-    def output_size_per_partition(self) -> int:
-        """Number of outputs of this rank, with padding."""
-        return self.padded_size // self.tensor_parallel_size
-
     def _product(self, input_: torch.Tensor) -> torch.Tensor:
         """This rank's part ``(..., O / ranks)`` of the product, with the bias unless it follows."""
         sequence_dimension = self.sequence_dimension if self.sequence_parallel_enabled else None

@@ -12,7 +12,7 @@ from torch.nn import init
 from nxdpp import NxDPPModel, deferred_init, init_on_device
 from nxdpp.ranks import parallel_state
 from nxdpp.tensor.layers import ColumnParallelLinear, ParallelEmbedding, RowParallelLinear
-from nxdpp.tensor.utils import local_slice
+from tests.support.local_slice import local_slice
 
 
 def _with_own_tensor(weight: torch.Tensor) -> None:

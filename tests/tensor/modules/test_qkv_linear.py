@@ -10,8 +10,8 @@ from torch.nn import functional
 from nxdpp.ranks import parallel_state
 from nxdpp.tensor.layers import RowParallelLinear
 from nxdpp.tensor.modules.qkv_linear import GQAQKVColumnParallelLinear
-from nxdpp.tensor.utils import local_slice
 from tests.pipeline.backward.split_and_plain import compare
+from tests.support.local_slice import local_slice
 from tests.support.run_ranks import run_ranks
 
 HIDDEN, HEAD, HEADS = 12, 3, 8
