@@ -46,7 +46,9 @@ def apply_plan(model: nn.Module, plan: Mapping[str, str], pad_heads: bool = Fals
         dim, stride = _along(PARAMETERS.of(found[owner])[key], style)
         if dim is not None:
             parts.divide(found[owner], key, dim, stride)
-    rope_size = getattr(_text_configuration(model), "qk_rope_head_dim", None)
+    config: Any = getattr(model, "config", None)
+    config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    rope_size = getattr(config, "qk_rope_head_dim", None)
     for name, style in chosen.items():
         if style in MODULE:
             install(found[name], style, rope_size)
@@ -181,16 +183,16 @@ def _divide_module(module: Any, style: str, parts: Parts, padded: int) -> None:
     if isinstance(module, nn.Embedding):
         if style == "embedding_rowwise":
             parallel.to_vocabulary(module)
-        else:
-            kind = parallel.HiddenEmbedding if style == "embedding_colwise" else parallel.HeadsEmbedding
-            parallel.become(module, kind)
+        elif style == "embedding_colwise":
+            parallel.become(module, parallel.HiddenEmbedding)
+        # The hidden size of embedding_heads is the heads of an attention, and is divided with them.
     elif isinstance(module, Conv1D):
         parallel.become(module, parallel.RowConv1D if style == "rowwise" else parallel.ColumnConv1D)
     elif "rowwise" in style:
-        own_outputs = style == "rowwise_own_outputs"
-        parallel.to_row(module, input_is_parallel=own_outputs or style == "rowwise", own_outputs=own_outputs)
+        kind = parallel.RowLinearOfOwnOutputs if style == "rowwise_own_outputs" else parallel.RowLinear
+        parallel.become_linear(module, kind, 1, input_is_parallel=style in ("rowwise", "rowwise_own_outputs"))
     else:
-        parallel.to_column(module, gather_output=style in _VOCABULARY, stride=stride)
+        parallel.become_linear(module, parallel.ColumnLinear, 0, stride, gather_output=style in _VOCABULARY)
     parts.divide(module, "weight", dim, stride, padded)
     if "rowwise" not in style and not isinstance(module, nn.Embedding):
         parts.divide(module, "bias", 0, stride, padded)
@@ -217,8 +219,3 @@ def _along(parameter: Any, style: str) -> tuple[int | None, int]:
     if "rowwise" in style:
         return parameter.dim() - 1, stride
     return max(0, parameter.dim() - 2), stride
-
-
-def _text_configuration(model: Any) -> Any:
-    config: Any = getattr(model, "config", None)
-    return config.get_text_config() if hasattr(config, "get_text_config") else config
