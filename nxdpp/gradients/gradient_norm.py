@@ -125,7 +125,9 @@ def _norm_of(
     zero1_optimizer_groups: Sequence[Sequence[int]] | None,
     dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    order = _checked_order(norm_type)
+    order = float(norm_type)
+    if not order > 0:
+        raise ValueError(f"norm_type must be above 0 or infinity, not {norm_type!r}: 2 is the Euclidean norm.")
     parallel_state.refuse_in_debug(caller)
     if zero1_optimizer_groups is not None:
         _check_zero1_groups(zero1_optimizer, zero1_optimizer_groups)
@@ -238,10 +240,3 @@ def _over(groups: Sequence[ProcessGroup], value: torch.Tensor, operation: dist.R
             with Wait("norm of the gradients", group):
                 dist.all_reduce(value, operation, group)
     return from_wire(value, device)
-
-
-def _checked_order(norm_type: float) -> float:
-    order = float(norm_type)
-    if not order > 0:
-        raise ValueError(f"norm_type must be above 0 or infinity, not {norm_type!r}: 2 is the Euclidean norm.")
-    return order

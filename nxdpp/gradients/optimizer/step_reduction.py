@@ -2,7 +2,7 @@
 
 import math
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -13,7 +13,7 @@ from nxdpp.counted import counted
 from nxdpp.gradients.buckets import Hook, send_all
 from nxdpp.gradients.gradient_norm import counted_share, total_norm
 from nxdpp.gradients.gradient_reducer import ReductionMarks
-from nxdpp.gradients.optimizer.sharded_bucket import ShardedBucket, ShardedPiece, Sharding
+from nxdpp.gradients.optimizer.sharded_bucket import ShardedBucket, Sharding
 from nxdpp.gradients.optimizer.zero1_state import options_of
 from nxdpp.ranks import parallel_state
 from nxdpp.ranks.group_values import extremes
@@ -74,7 +74,7 @@ class StepReduction:
         Returns a tensor of shape (): float64 where this rank has pieces in float64, float32 otherwise.
         """
         self._follow()
-        pieces = list(self._pieces())
+        pieces = [piece for bucket in self._buckets for piece in bucket.pieces]
         gradients = [piece.tensor.grad for piece in pieces if piece.tensor.grad is not None]
         shares = [counted_share(piece.member.parameter) for piece in pieces if piece.tensor.grad is not None]
         of_shards = [] if self._sharding.group is None else [self._sharding.group]
@@ -116,9 +116,6 @@ class StepReduction:
         self._marks.check_unchanged()
         for bucket in self._buckets if self._sharding.whole else ():
             bucket.take_whole_gradients()
-
-    def _pieces(self) -> Iterator[ShardedPiece]:
-        return (piece for bucket in self._buckets for piece in bucket.pieces)
 
 
 class ReplicaPosition(NamedTuple):
