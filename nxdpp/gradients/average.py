@@ -193,8 +193,12 @@ def start(
 
 def largest_flags(trained: Sequence[nn.Parameter], control: ProcessGroup, notes: Sequence[int] = ()) -> list[int]:
     """Return the largest ``notes`` of all ranks, then 1 for each parameter that has a gradient on any rank, else 0."""
-    present = [parameter.grad is not None for parameter in trained]
-    return extremes([*notes, *present], control, name="gradients that replicas have")[1]
+    return largest_of([*notes, *(parameter.grad is not None for parameter in trained)], control)
+
+
+def largest_of(flags: Sequence[int], control: ProcessGroup) -> list[int]:
+    """Return the largest of each of ``flags``, whether a rank of ``control`` has a gradient; collective over it."""
+    return extremes(flags, control, name="gradients that replicas have")[1]
 
 
 def gradients_of_any_rank(trained: Sequence[nn.Parameter], anywhere: Sequence[int]) -> list[torch.Tensor]:

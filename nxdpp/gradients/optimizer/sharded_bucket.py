@@ -15,7 +15,6 @@ they are where ``.grad`` gets the result too.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Self
 
 import torch
 import torch.distributed as dist
@@ -87,17 +86,9 @@ class Sharding:
         """Number of data-parallel ranks."""
         return self.size * self.groups
 
-    @classmethod
-    def over_replicas(
-        cls,
-        dtype: torch.dtype | None,
-        accumulated: torch.dtype | None,
-        averaged: torch.dtype | None,
-        mean: bool,
-        groups: int = 1,
-        whole: bool = False,
-    ) -> Self:
-        """Return the sharding over the data-parallel ranks, or over ``groups``, whose number must divide them."""
+    @staticmethod
+    def ranks_of(groups: int) -> tuple[int, int, ProcessGroup | None, ProcessGroup | None]:
+        """Return ``rank``, ``size``, ``group`` and ``everyone`` for ``groups``, which must divide the replicas."""
         replicas = parallel_state.get_data_parallel_size()
         if groups < 1 or replicas % groups:
             raise ValueError(f"sharding_groups={groups} must divide the {counted(replicas, 'data-parallel rank')}.")
@@ -105,8 +96,7 @@ class Sharding:
         size, group = replicas // groups, everyone
         if groups > 1:
             group = current_state.with_groups().part_of_data_group(groups) if size > 1 else None
-        rank = parallel_state.get_data_parallel_rank() % size
-        return cls(rank, size, group, dtype, accumulated, averaged, mean, groups, everyone, whole)
+        return parallel_state.get_data_parallel_rank() % size, size, group, everyone
 
 
 class ShardedBucket:

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from nxdpp.counted import counted
+from nxdpp.gradients.average import largest_of
 from nxdpp.gradients.buckets import Hook, send_all
 from nxdpp.gradients.gradient_norm import counted_share, total_norm
 from nxdpp.gradients.gradient_reducer import ReductionMarks
@@ -151,7 +152,7 @@ def present_anywhere(present: Sequence[bool], own: ReplicaPosition) -> list[bool
     smallest, largest = extremes(own, control)
     if smallest != largest:
         raise RuntimeError(_difference(ReplicaPosition(*smallest), ReplicaPosition(*largest)))
-    return [bool(flag) for flag in extremes(present, control, name="gradients that replicas have")[1]]
+    return list(map(bool, largest_of(present, control)))
 
 
 def _difference(smallest: ReplicaPosition, largest: ReplicaPosition) -> str:

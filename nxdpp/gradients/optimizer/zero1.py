@@ -109,9 +109,9 @@ class Zero1Optimizer(Optimizer):
         self.grad_clipping = grad_clipping
         self.max_norm = max_norm
         self.grad_norm: torch.Tensor | None = None
-        self._sharding = Sharding.over_replicas(
-            optimizer_dtype, accumulated_dtype, averaged_dtype, reduction == "mean", sharding_groups, whole_gradients
-        )
+        rank, size, group, everyone = Sharding.ranks_of(sharding_groups)
+        dtypes, mean = (optimizer_dtype, accumulated_dtype, averaged_dtype), reduction == "mean"
+        self._sharding = Sharding(rank, size, group, *dtypes, mean, sharding_groups, everyone, whole_gradients)
         self._reduction = StepReduction(self._sharding)
         self._sharded = ShardedParameters(self._sharding, int(bucket_cap_mb * 2**20))
         self._steps = 0
