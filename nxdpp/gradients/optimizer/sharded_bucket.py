@@ -267,10 +267,7 @@ class ShardedBucket:
                 elif self._master is not None:
                     own = self._master[offset : offset + stop - start]
                     values = own.view_as(values).copy_(values)
-                tensor = nn.Parameter(values)
-                # For norms of the base optimizer's parameters: the whole, and how many groups have the piece.
-                tensor.piece_of = member.parameter, self._sharding.groups  # type: ignore[attr-defined]  # ours
-                yield ShardedPiece(member, start, stop, offset, tensor)
+                yield ShardedPiece(member, start, stop, offset, nn.Parameter(values))
             at += numel
 
 
