@@ -10,23 +10,20 @@ import torch
 from torch import nn
 
 from nxdpp.initialization.named_streams import drawn_as
-from nxdpp.initialization.recorder import is_recording
 from nxdpp.tensor.padding import own_ranges
 
 InitMethod = Callable[[torch.Tensor], object]
 """Initialises a whole tensor in place, such as ``torch.nn.init.normal_``."""
 
 
-def fill_parameter(parameter: nn.Parameter, init_method: InitMethod, keep_whole: bool = False) -> torch.Tensor | None:
+def fill_parameter(parameter: nn.Parameter, init_method: InitMethod) -> None:
     """Write what this rank holds of a tensor that ``init_method`` initialises; a meta tensor stays as it is.
 
     The CPU's generator ends in the state that it has after the whole tensor. The attributes of ``parameter`` tell how
-    the whole is divided, see ``tensor_attributes``; its padding gets zeros. With ``keep_whole`` the whole is returned
-    on the CPU, but not for a meta tensor and in ``deferred_init``.
+    the whole is divided, see ``tensor_attributes``; its padding gets zeros.
     """
     if parameter.is_meta:
-        return None
-    keep_whole = keep_whole and not is_recording()
+        return
     dim = vars(parameter)["partition_dim"]
     with torch.no_grad():
         values = parameter if parameter.device.type == "cpu" else torch.empty_like(parameter, device="cpu")
@@ -35,7 +32,6 @@ def fill_parameter(parameter: nn.Parameter, init_method: InitMethod, keep_whole:
             shape[dim] = vars(parameter)["whole_size"]
         if dim < 0 or (vars(parameter)["num_partitions"] == 1 and shape == list(values.shape)):
             init_method(values)
-            whole = values.detach().clone() if keep_whole else None
         else:
             whole = torch.empty(shape, dtype=values.dtype, device="cpu")
             with drawn_as(whole, values):
@@ -47,4 +43,3 @@ def fill_parameter(parameter: nn.Parameter, init_method: InitMethod, keep_whole:
                     values.narrow(dim, own + count, chunk - count).fill_(0)
         if values is not parameter:
             parameter.copy_(values)
-    return whole if keep_whole else None

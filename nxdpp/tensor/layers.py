@@ -53,8 +53,7 @@ class ColumnParallelLinear(ParallelLinear):
         stride: number of blocks of outputs, each of which is divided, such as 3 for a fused query, key and value.
         init_method: initialises the whole weight ``(O, I)`` in place; by default as in ``torch.nn.Linear``.
         sequence_dimension: the dimension of the sequence.
-        keep_master_weight: keep the initial whole weight on the CPU as ``master_weight``, which is no parameter. It is
-            ``None`` without, on the meta device and in ``deferred_init``.
+        keep_master_weight: no meaning here: no layer keeps the whole weight.
         skip_bias_add: return the output without the bias, and the bias.
         pad: pad an ``output_size`` that does not divide. Outputs behind it are zero, and no part of a gathered output.
             Without ``gather_output`` the last ranks return them: ``parallel_cross_entropy`` leaves them out with
@@ -97,7 +96,6 @@ class ColumnParallelLinear(ParallelLinear):
             init_method,
             sequence_parallel_enabled,
             sequence_dimension,
-            keep_master_weight,
             skip_bias_add,
             pad,
             tensor_model_parallel_group,
@@ -194,7 +192,6 @@ class RowParallelLinear(ParallelLinear):
             init_method,
             sequence_parallel_enabled,
             sequence_dimension,
-            keep_master_weight,
             skip_bias_add,
             pad,
             tensor_model_parallel_group,

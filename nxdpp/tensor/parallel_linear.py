@@ -26,7 +26,6 @@ class ParallelLinear(ParallelLayer):
         init_method: InitMethod | None,
         sequence_parallel_enabled: bool,
         sequence_dimension: int | None,
-        keep_master_weight: bool,
         skip_bias_add: bool,
         pad: bool,
         tensor_model_parallel_group: ProcessGroup | None,
@@ -41,8 +40,7 @@ class ParallelLinear(ParallelLayer):
         self.input_size, self.output_size, self.stride = input_size, output_size, stride
         self.sequence_parallel_enabled = sequence_parallel_enabled
         self.sequence_dimension = sequence_dimension or 0
-        self.keep_master_weight, self.skip_bias_add, self.reduce_dtype = keep_master_weight, skip_bias_add, reduce_dtype
-        self.master_weight: torch.Tensor | None = None
+        self.skip_bias_add, self.reduce_dtype = skip_bias_add, reduce_dtype
         self._init_method = init_method
         self._dim = dim
         divided, name = ((output_size, "output_size"), (input_size, "input_size"))[dim]
@@ -70,9 +68,8 @@ class ParallelLinear(ParallelLayer):
             fill_parameter(self.bias, lambda whole: init.uniform_(whole, -bound, bound))
 
     def init_weight_cpu(self) -> None:
-        """Initialise the weight from numbers that are drawn on the CPU, and keep the whole if asked for."""
-        method = self._init_method or init_as_torch
-        self.master_weight = fill_parameter(self.weight, method, self.keep_master_weight)
+        """Initialise the weight from numbers that are drawn on the CPU."""
+        fill_parameter(self.weight, self._init_method or init_as_torch)
 
     def padded_sizes(self, ratio: Fraction) -> dict[str, Fraction]:
         """For ``ratio`` times as many heads, the size of each divided parameter with padding."""

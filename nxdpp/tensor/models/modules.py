@@ -124,8 +124,6 @@ def become_linear(module: nn.Linear, parallel: type[nn.Linear], dim: int, stride
         stride=stride,
         sequence_parallel_enabled=False,
         sequence_dimension=1,
-        keep_master_weight=False,
-        master_weight=None,
         skip_bias_add=False,
         reduce_dtype=None,
         _bias_follows=False,

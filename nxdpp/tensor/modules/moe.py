@@ -123,7 +123,7 @@ class ExpertWeight(ParallelLinear):
         ensure_divisibility(shape[dim], parallel_state.get_tensor_model_parallel_size() * stride)
         _, inputs, outputs = shape
         ParallelLinear.__init__(
-            self, inputs, outputs, 2 - dim, stride, init_method, False, None, False, False, False, None, None
+            self, inputs, outputs, 2 - dim, stride, init_method, False, None, False, False, None, None
         )
         self._dim = dim
         self._add_part("weight", shape, dim, dtype, device, stride=stride)

@@ -52,7 +52,7 @@ class GQAQKVColumnParallelLinear(ParallelLayer):
         gather_output: return the whole query, key and value on each rank, without copies.
         dtype, device, init_method: as in ``ColumnParallelLinear``.
         sequence_parallel_enabled: gather the sequence first; each rank gives its part.
-        keep_master_weight: keep the initial whole weights on the CPU: ``master_weight_q`` and so on, no parameters.
+        keep_master_weight: no meaning here: no layer keeps the whole weights.
         kv_size_multiplier: number of ranks that hold each part of key and value.
         fuse_qkv: both values give one message for the three products. NeuronX Distributed's ``True`` has one parameter
             ``weight_qkv``. Here there are three in either case: a norm, a save and a load of one weight would have to
@@ -95,10 +95,7 @@ class GQAQKVColumnParallelLinear(ParallelLayer):
         self.input_size, self.output_sizes = input_size, (query, key_value)
         self.kv_size_multiplier = kv_size_multiplier
         self.gather_output, self.fuse_qkv = gather_output, fuse_qkv
-        self.keep_master_weight, self.reduce_dtype = keep_master_weight, reduce_dtype
-        self.master_weight_q: torch.Tensor | None
-        self.master_weight_k: torch.Tensor | None
-        self.master_weight_v: torch.Tensor | None
+        self.reduce_dtype = reduce_dtype
         self.sequence_parallel_enabled = sequence_parallel_enabled
         self.sequence_dimension = sequence_dimension or 0
         self._init_method = init_method
@@ -145,13 +142,12 @@ class GQAQKVColumnParallelLinear(ParallelLayer):
         self.reset_parameters()
 
     def init_weight_cpu(self) -> None:
-        """Initialise the weights from numbers that are drawn on the CPU, and keep the wholes if asked for."""
+        """Initialise the weights from numbers that are drawn on the CPU."""
         for name in _NAMES:
             self._fill_weight(name)
 
     def _fill_weight(self, name: str) -> None:
-        weight, method = self.get_parameter(f"weight_{name}"), self._init_method or init_as_torch
-        setattr(self, f"master_weight_{name}", fill_parameter(weight, method, self.keep_master_weight))
+        fill_parameter(self.get_parameter(f"weight_{name}"), self._init_method or init_as_torch)
 
     def __getattr__(self, name: str) -> Any:
         """Raise ``AttributeError``, for the fused parameters of NeuronX Distributed with the remedy."""
