@@ -30,11 +30,7 @@ from nxdpp.tensor.overlapped_linear import WeightRows, autocast_dtype, is_traine
 from nxdpp.tensor.padding import ranges
 from nxdpp.tensor.parallel_linear import ParallelLinear
 
-__all__ = [
-    "ColumnParallelLinear",
-    "ParallelEmbedding",
-    "RowParallelLinear",
-]
+__all__ = ["ColumnParallelLinear", "ParallelEmbedding", "RowParallelLinear"]
 
 
 class ColumnParallelLinear(ParallelLinear):
@@ -88,19 +84,8 @@ class ColumnParallelLinear(ParallelLinear):
         tensor_model_parallel_group: ProcessGroup | None = None,
         reduce_dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(
-            input_size,
-            output_size,
-            0,
-            stride,
-            init_method,
-            sequence_parallel_enabled,
-            sequence_dimension,
-            skip_bias_add,
-            pad,
-            tensor_model_parallel_group,
-            reduce_dtype,
-        )
+        options = init_method, sequence_parallel_enabled, sequence_dimension, skip_bias_add, pad
+        super().__init__(input_size, output_size, 0, stride, *options, tensor_model_parallel_group, reduce_dtype)
         self.gather_output = gather_output
         # A whole bias is added to the gathered output, a divided one to the product.
         self._bias_follows = skip_bias_add or (gather_output and self.tensor_parallel_size > 1)
@@ -184,19 +169,8 @@ class RowParallelLinear(ParallelLinear):
         tensor_model_parallel_group: ProcessGroup | None = None,
         reduce_dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(
-            input_size,
-            output_size,
-            1,
-            stride,
-            init_method,
-            sequence_parallel_enabled,
-            sequence_dimension,
-            skip_bias_add,
-            pad,
-            tensor_model_parallel_group,
-            reduce_dtype,
-        )
+        options = init_method, sequence_parallel_enabled, sequence_dimension, skip_bias_add, pad
+        super().__init__(input_size, output_size, 1, stride, *options, tensor_model_parallel_group, reduce_dtype)
         if sequence_parallel_enabled and not input_is_parallel:
             raise ValueError(
                 "RowParallelLinear with sequence_parallel_enabled=True needs input_is_parallel=True: its input is the "

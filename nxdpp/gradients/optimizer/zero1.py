@@ -239,14 +239,8 @@ class Zero1Optimizer(Optimizer):
         these are not views of parameters. ``param_groups`` has the options, with indices of the parameters. Pickles of
         it are refused, but where this rank has the whole; ``dict(state)`` is for a file of each rank.
         """
-        state = saved_state(
-            self._ordered(),
-            self._sharded.buckets,
-            self._sharded.members,
-            self.param_groups,
-            self.base_optimizer,
-            self._sharding,
-        )
+        sharded = self._ordered(), self._sharded.buckets, self._sharded.members
+        state = saved_state(*sharded, self.param_groups, self.base_optimizer, self._sharding)
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
         is_part = self._sharding.size > 1 or is_divided(parameters)
         return part_of_optimizer(self, state) if is_part else state
