@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from nxdpp.initialization.named_streams import drawn_as
-from nxdpp.tensor.padding import own_ranges
+from nxdpp.tensor.padding import copy_own
 
 InitMethod = Callable[[torch.Tensor], object]
 """Initialises a whole tensor in place, such as ``torch.nn.init.normal_``."""
@@ -36,10 +36,6 @@ def fill_parameter(parameter: nn.Parameter, init_method: InitMethod) -> None:
             whole = torch.empty(shape, dtype=values.dtype, device="cpu")
             with drawn_as(whole, values):
                 init_method(whole)
-            chunk = values.shape[dim] // vars(parameter)["partition_stride"]
-            for start, own, count in own_ranges(parameter):
-                values.narrow(dim, own, count).copy_(whole.narrow(dim, start, count))
-                if count < chunk:
-                    values.narrow(dim, own + count, chunk - count).fill_(0)
+            copy_own(whole, values.zero_(), parameter)
         if values is not parameter:
             parameter.copy_(values)

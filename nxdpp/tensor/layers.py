@@ -28,7 +28,7 @@ from nxdpp.tensor.embedding import ParallelEmbedding
 from nxdpp.tensor.initial_parts import InitMethod
 from nxdpp.tensor.overlapped_linear import WeightRows, autocast_dtype, is_trained, overlapped_linear
 from nxdpp.tensor.padding import ranges
-from nxdpp.tensor.parallel_linear import ParallelLinear
+from nxdpp.tensor.parallel_layer import ParallelLinear
 
 __all__ = ["ColumnParallelLinear", "ParallelEmbedding", "RowParallelLinear"]
 

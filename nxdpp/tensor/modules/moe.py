@@ -22,7 +22,7 @@ from nxdpp.ranks import parallel_state
 from nxdpp.tensor import mappings
 from nxdpp.tensor.initial_parts import InitMethod
 from nxdpp.tensor.layers import ColumnParallelLinear, RowParallelLinear
-from nxdpp.tensor.parallel_linear import ParallelLinear
+from nxdpp.tensor.parallel_layer import ParallelLinear
 from nxdpp.tensor.tensor_attributes import mark_sequence_parallel
 from nxdpp.tensor.utils import ensure_divisibility
 

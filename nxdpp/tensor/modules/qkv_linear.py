@@ -25,8 +25,7 @@ from nxdpp.tensor import mappings
 from nxdpp.tensor.initial_parts import InitMethod, fill_parameter
 from nxdpp.tensor.layers import column_parallel
 from nxdpp.tensor.overlapped_linear import WeightRows
-from nxdpp.tensor.parallel_layer import ParallelLayer
-from nxdpp.tensor.parallel_linear import init_as_torch
+from nxdpp.tensor.parallel_layer import ParallelLayer, init_as_torch
 
 _NAMES = ("q", "k", "v")
 # By number of copies: the tensor group for which the group was made, and this rank's group.
