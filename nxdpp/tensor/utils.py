@@ -8,7 +8,6 @@ import torch
 from nxdpp.tensor.tensor_attributes import (
     copy_tensor_model_parallel_attributes,
     param_is_not_tensor_parallel_duplicate,
-    set_defaults_if_not_set_tensor_model_parallel_attributes,
     set_tensor_model_parallel_attributes,
 )
 
@@ -19,7 +18,6 @@ __all__ = [
     "get_local_world_size",
     "param_is_not_tensor_parallel_duplicate",
     "requires_init_pg_override",
-    "set_defaults_if_not_set_tensor_model_parallel_attributes",
     "set_tensor_model_parallel_attributes",
     "split_tensor_along_last_dim",
 ]
