@@ -98,12 +98,9 @@ replica_step_check = ReplicaStepCheck()
 
 
 class Averaged(Protocol):
-    """Pipelined model."""
+    """A pipelined model, and whether the gradients of its last training step are averaged."""
 
-    @property
-    def is_averaged(self) -> bool:
-        """``True`` if the gradients of the last training step are averaged."""
-        ...
+    is_averaged: bool
 
 
 def _check_left_out_averages(parameters: Mapping[str, nn.Parameter], source: Callable[[], Averaged | None]) -> None:

@@ -4,7 +4,6 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import nn
-from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from nxdpp.ground.torch_names import PARAMETERS
@@ -112,18 +111,9 @@ def _leave_out_vocabulary(found: Mapping[str, nn.Module], chosen: dict[str, str]
             del chosen[name]
             yield (
                 f"{name} stays whole on each rank: its {rows} rows do not divide by the tensor-parallel size {size}. "
-                f"{_remedy(found[''], module, rows + -rows % size)}"
+                f"Another size makes parts of it, or model.resize_token_embeddings({rows + -rows % size}) before "
+                f"tensor_parallelize, if this is the model's vocabulary; the new tokens count in the loss."
             )
-
-
-def _remedy(model: nn.Module, module: nn.Module, rows: int) -> str:
-    ends = (model.get_input_embeddings(), model.get_output_embeddings()) if isinstance(model, PreTrainedModel) else ()
-    if not any(module is each for each in ends):
-        return "A tensor-parallel size that divides them makes parts of it."
-    return (
-        f"model.resize_token_embeddings({rows}) before tensor_parallelize makes a vocabulary that does; the new tokens "
-        f"count in the loss."
-    )
 
 
 def _check_module(name: str, module: nn.Module, style: str, is_padded: bool) -> None:
