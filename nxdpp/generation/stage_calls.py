@@ -21,17 +21,7 @@ import torch
 from torch import nn
 from transformers.cache_utils import Cache
 
-from nxdpp.generation.absent import (
-    AbsentTensor,
-    Root,
-    TrackedTensor,
-    leaves_in,
-    mapped,
-    roots_of,
-    tracked_as,
-    unknown_values,
-    untracked,
-)
+from nxdpp.generation import absent
 from nxdpp.generation.caches import CacheUpdate, advance, cache_among, sizes, updates
 from nxdpp.generation.known_calls import CACHE, REMEDY, KnownCall, OutputRule, Plan, Plans, rule_of
 from nxdpp.generation.leaves import StageLeaf, spine_parameters, stage_leaves, stage_of
@@ -88,7 +78,7 @@ class StageCalls:
         self._stage = 0
         self._signature: Any = None
         self._has_new = False
-        self._touched: set[Root] = set()
+        self._touched: set[absent.Root] = set()
 
     def run(self, kind: Hashable, called: Callable[..., Any], arguments: Mapping[str, Any], signature: Any) -> Any:
         """Call ``called``, a module or a method of one, with ``arguments``, and return its output.
@@ -103,9 +93,9 @@ class StageCalls:
         with _attributes([*self._calls, *map(self._value, self._parameters)]):
             output = called(**arguments)
         if self._has_new:
-            self._want(roots_of(leaves_in(output)), frozenset({self._driver}))
+            self._want(absent.roots_of(absent.leaves_in(output)), frozenset({self._driver}))
             self._want_shapes()
-            output = mapped(untracked, output)
+            output = absent.mapped(absent.untracked, output)
         if self._rank == self._driver:
             _refuse_absent(output, "returns it")
         return output
@@ -157,10 +147,10 @@ class StageCalls:
         if known is None:
             return self._first_call(leaf, number, stage, forward, args, kwargs)
         if self._has_new:
-            self._want(roots_of(leaves_in((args, kwargs))), known.executors)
+            self._want(absent.roots_of(absent.leaves_in((args, kwargs))), known.executors)
         if self._rank in known.executors:
             if self._has_new:
-                args, kwargs = mapped(untracked, (args, kwargs))
+                args, kwargs = absent.mapped(absent.untracked, (args, kwargs))
             output = self._run(leaf, forward, args, kwargs)
             if self._rank == known.home and len(known.executors) < len(self._ranks):
                 self._send(known, known.check(leaf.name, output, _first_tensor(args, kwargs)))
@@ -181,7 +171,7 @@ class StageCalls:
     ) -> Any:
         """Run ``leaf`` on the rank of ``stage``, and give all ranks its result with its values, but no logits."""
         self._has_new = True
-        roots = roots_of(leaves_in((args, kwargs)))
+        roots = absent.roots_of(absent.leaves_in((args, kwargs)))
         home = self._rank_of(stage)
         # What follows only from the inputs, each rank that can computes itself.
         executors = frozenset({home} if roots else map(self._rank_of, leaf.stages))
@@ -189,28 +179,28 @@ class StageCalls:
         first = _first_tensor(args, kwargs)
         cache = cache_among((*args, *kwargs.values()))
         done: list[CacheUpdate] = []
-        kind = TrackedTensor
+        kind = absent.TrackedTensor
         if self._rank in executors:
             before = sizes(cache)
-            args, kwargs = mapped(untracked, (args, kwargs))
+            args, kwargs = absent.mapped(absent.untracked, (args, kwargs))
             output = self._run(leaf, forward, args, kwargs)
             if first is not None and first.dim() > 1:
                 done = updates(before, cache, first.shape[1])
             if self._rank == home:
-                message = mapped(lambda each: CACHE if isinstance(each, Cache) else each, output)
+                message = absent.mapped(lambda each: CACHE if isinstance(each, Cache) else each, output)
                 for other in sorted(self._ranks - executors):
                     has_values = leaf.module is not self._head or other == self._driver
-                    sent = message if has_values else mapped(_without_values, message)
+                    sent = message if has_values else absent.mapped(_without_values, message)
                     self._exchange.send_value((sent, done), other)
         else:
             received, done = self._exchange.receive_value(home)
             if cache is not None and first is not None:
                 advance(cache, done, first)
-            output = mapped(lambda each: cache if each == CACHE else _on(each, self._device), received)
+            output = absent.mapped(lambda each: cache if each == CACHE else _on(each, self._device), received)
             if leaf.module is self._head and self._rank != self._driver:
-                kind = AbsentTensor
+                kind = absent.AbsentTensor
         self._want(roots, executors)
-        template = mapped(lambda each: rule_of(each, first), output)
+        template = absent.mapped(lambda each: rule_of(each, first), output)
         self._plan[leaf.name, number] = KnownCall(home, executors, template, done)
         return self._rooted(output, (leaf.name, number), kind)
 
@@ -224,7 +214,7 @@ class StageCalls:
         _refuse_absent(output, f"{leaf.name} reads it from a cache or an attribute")
         return output
 
-    def _want(self, roots: frozenset[Root], ranks: frozenset[int]) -> None:
+    def _want(self, roots: frozenset[absent.Root], ranks: frozenset[int]) -> None:
         for name, number, index in roots:
             self._plan[name, number].want(index, ranks)
 
@@ -235,7 +225,7 @@ class StageCalls:
             if not known.rules[index].has_shape:
                 known.want(index, self._ranks)
 
-    def _rooted(self, output: Any, key: tuple[str, int], kind: type[TrackedTensor]) -> Any:
+    def _rooted(self, output: Any, key: tuple[str, int], kind: type[absent.TrackedTensor]) -> Any:
         """``output`` of a call, with tensors that tell what follows from it."""
         index = -1
 
@@ -244,9 +234,9 @@ class StageCalls:
             if not isinstance(each, torch.Tensor):
                 return each
             index += 1
-            return tracked_as(each, frozenset({(*key, index)}), kind, self._touched)
+            return absent.tracked_as(each, frozenset({(*key, index)}), kind, self._touched)
 
-        return mapped(rooted, output)
+        return absent.mapped(rooted, output)
 
     def _elsewhere(self, known: KnownCall, key: tuple[str, int], first: torch.Tensor | None, cache: Any) -> Any:
         """The result of a call that another rank runs: with the values that this rank needs."""
@@ -261,7 +251,7 @@ class StageCalls:
                 return self._receive(known, index, each)
             return each.placeholder(first, (*key, index), self._device)
 
-        return mapped(made, known.template)
+        return absent.mapped(made, known.template)
 
     def _send(self, known: KnownCall, tensors: Sequence[torch.Tensor]) -> None:
         rules = known.rules
@@ -318,9 +308,9 @@ def _refuse_call(name: str, *args: Any, **kwargs: Any) -> NoReturn:
 
 
 def _refuse_absent(values: Any, reason: str) -> None:
-    for value in leaves_in(values):
-        if isinstance(value, AbsentTensor):
-            raise unknown_values(value.roots, reason)
+    for value in absent.leaves_in(values):
+        if isinstance(value, absent.AbsentTensor):
+            raise absent.unknown_values(value.roots, reason)
 
 
 def _first_tensor(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:

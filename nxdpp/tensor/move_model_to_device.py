@@ -64,7 +64,10 @@ def convert_parameters(
             setattr(model.get_submodule(owner), attribute, moved[old])
             continue
         keep_attributes(old, parameter)
-        _keep_hooks(old, parameter)
+        # The handles of the hooks remove them from the same dicts.
+        for kind in (BACKWARD_HOOKS, POST_ACCUMULATE_HOOKS):
+            if hooks := kind.of(old):
+                kind.set(parameter, hooks)
         moved[old] = parameter
     watch_replaced(replaced)
     return bool(moved)
@@ -112,13 +115,6 @@ def keep_attributes(old: nn.Parameter, new: nn.Parameter) -> None:
     if type(new) is not type(old):
         new.__class__ = type(old)
     vars(new).update(vars(old))
-
-
-def _keep_hooks(old: nn.Parameter, new: nn.Parameter) -> None:
-    """Give ``new`` the hooks of the gradient of ``old``; the handles of the hooks remove them there."""
-    for kind in (BACKWARD_HOOKS, POST_ACCUMULATE_HOOKS):
-        if hooks := kind.of(old):
-            kind.set(new, hooks)
 
 
 def checked_device(device: torch.device | str | int) -> torch.device:

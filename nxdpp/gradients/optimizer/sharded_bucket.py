@@ -146,10 +146,6 @@ class ShardedBucket:
             present = torch.cat([_flat(piece.member.parameter)[piece.start : piece.stop] for piece in self.pieces])
             take_changes(self._master[: present.numel()], present)
 
-    def has_gradients(self, present: Sequence[bool]) -> bool:
-        """Return whether a parameter has a gradient on any rank, by ``present`` for all parameters by index."""
-        return any(present[member.index] for member in self.members)
-
     def start_reduction(
         self, present: Sequence[bool], before: Sequence[Hook] = (), after: Sequence[Hook] = ()
     ) -> SentBucket:

@@ -37,7 +37,7 @@ class StepReduction:
         after: Sequence[Hook] = (),
     ) -> None:
         """Average or sum the gradients that are ``present`` on any replica, by index; collective over the replicas."""
-        self._buckets = [bucket for bucket in buckets if bucket.has_gradients(present)]
+        self._buckets = [each for each in buckets if any(present[member.index] for member in each.members)]
         send_all(partial(bucket.start_reduction, present, before, after) for bucket in self._buckets)
 
     def mark(self, parameters: Iterable[nn.Parameter]) -> None:

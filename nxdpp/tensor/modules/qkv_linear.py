@@ -90,7 +90,17 @@ class GQAQKVColumnParallelLinear(ParallelLayer):
                 f"sequence_parallel_enabled={dtype} and what follows it by name"
             )
         query, key_value = output_sizes
-        self._check_sizes(query, key_value, kv_size_multiplier)
+        ranks = self.tensor_parallel_size
+        if kv_size_multiplier < 1 or ranks % kv_size_multiplier:
+            raise ValueError(
+                f"kv_size_multiplier={kv_size_multiplier} does not divide the tensor-parallel size {ranks}: so many "
+                f"ranks have the same key and value heads"
+            )
+        if query % ranks or key_value * kv_size_multiplier % ranks:
+            raise ValueError(
+                f"GQAQKVColumnParallelLinear divides query={query} and key_value={key_value} * "
+                f"kv_size_multiplier={kv_size_multiplier} over {ranks} ranks: give multiples of {ranks}, of whole heads"
+            )
         self.input_size, self.output_sizes = input_size, (query, key_value)
         self.kv_size_multiplier = kv_size_multiplier
         self.gather_output, self.fuse_qkv = gather_output, fuse_qkv
@@ -114,19 +124,6 @@ class GQAQKVColumnParallelLinear(ParallelLayer):
         # All ranks make the groups here.
         kv_shared_group(kv_size_multiplier)
         self.reset_parameters()
-
-    def _check_sizes(self, query: int, key_value: int, multiplier: int) -> None:
-        ranks = self.tensor_parallel_size
-        if multiplier < 1 or ranks % multiplier:
-            raise ValueError(
-                f"kv_size_multiplier={multiplier} does not divide the tensor-parallel size {ranks}: so many ranks have "
-                f"the same key and value heads"
-            )
-        if query % ranks or key_value * multiplier % ranks:
-            raise ValueError(
-                f"GQAQKVColumnParallelLinear divides query={query} and key_value={key_value} * "
-                f"kv_size_multiplier={multiplier} over {ranks} ranks: give multiples of {ranks}, with whole heads"
-            )
 
     def reset_parameters(self) -> None:
         """Initialise the weights and biases."""
