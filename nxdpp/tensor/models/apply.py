@@ -117,33 +117,23 @@ def _leave_out_vocabulary(found: Mapping[str, nn.Module], chosen: dict[str, str]
 
 
 def _check_module(name: str, module: nn.Module, style: str, is_padded: bool) -> None:
-    if style in MODULE:
-        if style == "rows" and not isinstance(module, nn.Linear | Conv1D):
-            raise ValueError(
-                f"the plan gives {name}, a {type(module).__name__}, the style rows, which linear layers take"
-            )
-        if style == "rows":
-            _check_forward(name, module)
+    if style in MODULE and style != "rows":
         return
-    fits = style in EMBEDDING if isinstance(module, nn.Embedding) else style in LINEAR
+    fits = style in EMBEDDING if isinstance(module, nn.Embedding) else style in LINEAR or style == "rows"
     if not isinstance(module, nn.Linear | nn.Embedding | Conv1D) or not fits:
         raise ValueError(f"the plan gives {name}, a {type(module).__name__}, the style {style}, which does not fit it")
-    if not isinstance(module, nn.Embedding):
-        _check_forward(name, module)
-    if isinstance(module, nn.Embedding) and (module.max_norm or module.scale_grad_by_freq or module.sparse):
-        raise ValueError(f"{name} has max_norm, scale_grad_by_freq or sparse, which a part of it cannot have")
-    if is_padded:
-        return
-    dim, stride = _of_weight(module, style)
-    _check_size(f"{name}.weight", tuple(module.weight.shape), dim, stride)
-
-
-def _check_forward(name: str, module: nn.Module) -> None:
-    if type(module).forward not in (nn.Linear.forward, Conv1D.forward):
+    if isinstance(module, nn.Embedding):
+        if module.max_norm or module.scale_grad_by_freq or module.sparse:
+            raise ValueError(f"{name} has max_norm, scale_grad_by_freq or sparse, which a part of it cannot have")
+    elif type(module).forward not in (nn.Linear.forward, Conv1D.forward):
         raise ValueError(
             f"{name} is a {type(module).__name__} with a forward of its own, which may not work on a part: leave it "
             f"out of the plan"
         )
+    if is_padded or style == "rows":
+        return
+    dim, stride = _of_weight(module, style)
+    _check_size(f"{name}.weight", tuple(module.weight.shape), dim, stride)
 
 
 def _check_parameter(model: nn.Module, name: str, style: str) -> None:
