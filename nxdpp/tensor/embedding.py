@@ -45,6 +45,8 @@ class ParallelEmbedding(ParallelLayer):
     Raises ``ValueError`` for arguments that it does not have.
     """
 
+    _shown = ("num_embeddings", "embedding_dim", "padding_idx")
+
     def __init__(
         self,
         num_embeddings: int,
@@ -137,8 +139,3 @@ class ParallelEmbedding(ParallelLayer):
         if self.padding_idx is None or not self.start_index <= self.padding_idx < self.end_index:
             return None
         return self.padding_idx - self.start_index
-
-    def extra_repr(self) -> str:
-        """Sizes, in the form of ``torch.nn.Embedding``."""
-        padding = "" if self.padding_idx is None else f", padding_idx={self.padding_idx}"
-        return f"{self.num_embeddings}, {self.embedding_dim}{padding}, tensor_parallel_size={self.tensor_parallel_size}"

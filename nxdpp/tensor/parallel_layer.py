@@ -22,12 +22,19 @@ class ParallelLayer(KeepsAttributes):
     ``tensor_model_parallel_group`` that is not this rank's.
     """
 
+    # Attributes that a print of the model has.
+    _shown: tuple[str, ...] = ()
+
     def __init__(self, tensor_model_parallel_group: ProcessGroup | None = None) -> None:
         super().__init__()
         if tensor_model_parallel_group is not None:
             _check_ranks(type(self).__name__, tensor_model_parallel_group)
         self.tensor_parallel_size = parallel_state.get_tensor_model_parallel_size()
         self.tensor_parallel_rank = parallel_state.get_tensor_model_parallel_rank()
+
+    def extra_repr(self) -> str:
+        """Sizes, in the form of torch's layers."""
+        return ", ".join(f"{name}={getattr(self, name)}" for name in (*self._shown, "tensor_parallel_size"))
 
     def _add_part(
         self,
@@ -65,6 +72,8 @@ class ParallelLayer(KeepsAttributes):
 
 class ParallelLinear(ParallelLayer):
     """Weight ``(output_size, input_size)`` divided along ``dim``, and a bias."""
+
+    _shown = ("input_size", "output_size")
 
     def __init__(
         self,
@@ -138,13 +147,6 @@ class ParallelLinear(ParallelLayer):
             return product, self.bias
         # Under autocast the product has its dtype, and the bias may have a different one.
         return product if self.bias is None else product + self.bias.to(product.dtype)
-
-    def extra_repr(self) -> str:
-        """Sizes, in the form of ``torch.nn.Linear``."""
-        return (
-            f"input_size={self.input_size}, output_size={self.output_size}, bias={self.bias is not None}, "
-            f"tensor_parallel_size={self.tensor_parallel_size}"
-        )
 
 
 def init_as_torch(weight: torch.Tensor) -> None:

@@ -66,6 +66,8 @@ class GQAQKVColumnParallelLinear(ParallelLayer):
         ValueError: for sizes that do not divide, and in a load of a fused weight whose copies are on some ranks.
     """
 
+    _shown = ("input_size", "output_sizes", "kv_size_multiplier")
+
     def __init__(
         self,
         input_size: int,
@@ -222,13 +224,6 @@ class GQAQKVColumnParallelLinear(ParallelLayer):
         by_part = gathered.unflatten(-1, (-1, copies, part.shape[-1]))
         whole: torch.Tensor = by_part[..., 0, :].flatten(-2)[..., :size]
         return whole
-
-    def extra_repr(self) -> str:
-        """Sizes and the number of copies."""
-        return (
-            f"input_size={self.input_size}, output_sizes={list(self.output_sizes)}, bias={self.bias_q is not None}, "
-            f"kv_size_multiplier={self.kv_size_multiplier}, tensor_parallel_size={self.tensor_parallel_size}"
-        )
 
 
 def kv_shared_group(copies: int) -> ProcessGroup | None:
