@@ -12,18 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import ProcessGroup
 
-from nxdpp.gradients.buckets import (
-    BUCKET_BYTES,
-    Combination,
-    Hook,
-    Memory,
-    SentBucket,
-    begin,
-    cut,
-    places_in,
-    send_all,
-    unpack,
-)
+from nxdpp.gradients import buckets
 from nxdpp.gradients.gradient_dtype import dense, gradient_dtype, zero_gradient
 from nxdpp.ranks import parallel_state
 from nxdpp.ranks.faults import failure_watch
@@ -64,7 +53,7 @@ def average_gradients(
     if check is not None:
         check(largest[: len(notes)])
     gradients = gradients_of_any_rank(trained, largest[len(notes) :])
-    combine(cut(gradients), group, Combination.over(group, mean))
+    combine(buckets.cut(gradients), group, buckets.Combination.over(group, mean))
 
 
 def reduce_gradients(
@@ -73,9 +62,9 @@ def reduce_gradients(
     control: ProcessGroup,
     *,
     mean: bool = True,
-    before: Sequence[Hook] = (),
-    after: Sequence[Hook] = (),
-    bucket_bytes: int = BUCKET_BYTES,
+    before: Sequence[buckets.Hook] = (),
+    after: Sequence[buckets.Hook] = (),
+    bucket_bytes: int = buckets.BUCKET_BYTES,
 ) -> None:
     """Replace each parameter's ``.grad`` by its mean over ``group``, or its sum, in place and in buckets.
 
@@ -97,7 +86,7 @@ def reduce_gradients(
         RuntimeError: for different parameters or a different ``mean`` on some ranks, before anything is changed.
     """
     if bucket_bytes < 1:
-        raise ValueError(f"bucket_bytes must be at least 1, not {bucket_bytes}: the default is {BUCKET_BYTES}.")
+        raise ValueError(f"bucket_bytes must be at least 1, not {bucket_bytes}: the default is {buckets.BUCKET_BYTES}.")
     trained = list({id(each): each for each in parameters if each.requires_grad}.values())
     if dist.get_world_size(group) == 1 and not before and not after:
         return
@@ -108,8 +97,8 @@ def reduce_gradients(
         if not trained:
             return
         gradients = gradients_of_any_rank(trained, largest_flags(trained, control))
-        combination = Combination(dist.get_world_size(group) if mean else 1, before, after)
-        combine(cut(gradients, bucket_bytes), group, combination)
+        combination = buckets.Combination(dist.get_world_size(group) if mean else 1, before, after)
+        combine(buckets.cut(gradients, bucket_bytes), group, combination)
 
 
 def bucket_allreduce_gradients(grads_list: Sequence[torch.Tensor], reduce_over_ep_group: bool = False) -> None:
@@ -142,25 +131,25 @@ def bucket_allreduce_gradients(grads_list: Sequence[torch.Tensor], reduce_over_e
             kinds = [(tuple(gradient.shape), gradient.dtype) for gradient in gradients]
             remedy = "Give zeros for a parameter that has no gradient on this rank."
             _check_alike(kinds, len(gradients), control, "bucket_allreduce_gradients", "gradients", remedy)
-            combine(cut(gradients[::-1]), group, Combination.over(group, mean=True))
+            combine(buckets.cut(gradients[::-1]), group, buckets.Combination.over(group, mean=True))
 
 
-def combine(buckets: Iterable[list[torch.Tensor]], group: ProcessGroup, combination: Combination) -> None:
-    """Replace each gradient of ``buckets`` by its ``combination`` over ``group``, in place; collective over ``group``.
+def combine(parts: Iterable[list[torch.Tensor]], group: ProcessGroup, combination: buckets.Combination) -> None:
+    """Replace each gradient of the buckets ``parts`` by its ``combination`` over ``group``, in place; collective.
 
     All ranks give tensors of the same shapes and dtypes in the same order.
     """
     with torch.no_grad():
-        send_all(partial(start, bucket, group, combination) for bucket in buckets)
+        buckets.send_all(partial(start, bucket, group, combination) for bucket in parts)
 
 
 def start(
     bucket: list[torch.Tensor],
     group: ProcessGroup,
-    combination: Combination,
+    combination: buckets.Combination,
     in_place: bool = True,
-    memory: Memory | None = None,
-) -> SentBucket:
+    memory: buckets.Memory | None = None,
+) -> buckets.SentBucket:
     """Start the all-reduce of ``bucket``. With ``in_place`` the only gradient of a bucket is summed in its memory.
 
     ``memory`` returns uint8 memory of a number of bytes on a device, for the flat vector. By default it is new.
@@ -180,17 +169,17 @@ def start(
 
     def all_reduce(gradients: Sequence[torch.Tensor]) -> dist.Work | None:
         if not is_in_place:
-            combination.pack(gradients, places_in(flat, gradients), flat)
+            combination.pack(gradients, buckets.places_in(flat, gradients), flat)
         work: dist.Work | None = dist.all_reduce(flat, group=group, async_op=True)
         return work
 
     def take(result: torch.Tensor) -> None:
         if not is_in_place:
-            unpack(result, bucket)
+            buckets.unpack(result, bucket)
 
-    work = begin(bucket, is_through_host, all_reduce)
+    work = buckets.begin(bucket, is_through_host, all_reduce)
     wait = Wait("average of the gradients", group)
-    return SentBucket(flat, work, wait, take, combination.after, 0 if is_in_place else flat.nbytes)
+    return buckets.SentBucket(flat, work, wait, take, combination.after, 0 if is_in_place else flat.nbytes)
 
 
 def largest_flags(trained: Sequence[nn.Parameter], control: ProcessGroup, notes: Sequence[int] = ()) -> list[int]:
