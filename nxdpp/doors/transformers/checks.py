@@ -13,15 +13,16 @@ from nxdpp.pipeline.model import NxDPPModel
 _OWN = ("num_microbatches", "loss_normalization", "count_items_fn", "grad_scaler", "use_zero1_optimizer")
 # Arguments that PipelineTrainer has itself.
 _NAMED = ("schedule", "virtual_pipeline_size", "partition")
+_NO_SPLIT_HERE = "the batches of an optimizer step are its microbatches"
 _NO_LOSS_RETURN = "Trainer gets the loss of each batch on all ranks"
 # Arguments that would change nothing here, or change the loss in a way that Trainer does not.
 _WITHOUT_USE = {
     "loss_fn": "the last stage computes the model's own loss. Compute it in the model's forward",
     "loss_over": "the batches of an optimizer step are its microbatches, each with a loss of its own",
     "input_names": "Trainer adds num_items_in_batch to the inputs",
-    "split_inputs_fn": "the batches of an optimizer step are its microbatches",
-    "shared_inputs": "the batches of an optimizer step are its microbatches",
-    "batch_dimension": "the batches of an optimizer step are its microbatches",
+    "split_inputs_fn": _NO_SPLIT_HERE,
+    "shared_inputs": _NO_SPLIT_HERE,
+    "batch_dimension": _NO_SPLIT_HERE,
     "return_mb_loss": _NO_LOSS_RETURN,
     "broadcast_and_average_loss": _NO_LOSS_RETURN,
     "return_loss_on_cpu": _NO_LOSS_RETURN,
@@ -75,21 +76,14 @@ def check_pipeline_arguments(given: Mapping[str, Any] | None) -> None:
     for name, reason in _WITHOUT_USE.items():
         if name in names:
             raise ValueError(f"PipelineTrainer cannot honour {name} of pipeline_arguments: {reason}. Leave it out.")
-    _check_loss_spec((given or {}).get("output_loss_value_spec"))
-
-
-def _check_loss_spec(spec: Any) -> None:
-    """Raise ``ValueError`` for a loss in a place where evaluations do not read it."""
-    if isinstance(spec, Mapping):
-        marked: list[Any] = [name for name, is_loss in spec.items() if is_loss]
-    elif isinstance(spec, tuple | list):
-        marked = [place for place, is_loss in enumerate(spec) if is_loss]
-    else:
-        return
-    if marked not in (["loss"], [0]):
+    spec: Any = (given or {}).get("output_loss_value_spec")
+    if isinstance(spec, tuple | list):
+        spec = dict(enumerate(spec))
+    marked: list[Any] = [place for place, is_loss in spec.items() if is_loss] if isinstance(spec, Mapping) else []
+    if marked not in ([], ["loss"], [0]):
         raise ValueError(
-            f"PipelineTrainer cannot honour output_loss_value_spec={spec!r} of pipeline_arguments: Trainer reads the "
-            f"loss as 'loss' of a dict, or as the first value of a tuple. Return it there."
+            f"PipelineTrainer cannot honour output_loss_value_spec of pipeline_arguments with the loss at {marked}: "
+            f"Trainer reads the loss as 'loss' of a dict, or as the first value of a tuple. Return it there."
         )
 
 
