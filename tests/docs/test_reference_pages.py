@@ -51,13 +51,15 @@ plan["model.layers.*.mlp.down_proj"] = "rowwise"
 
 
 def _gpt2(folder: Path) -> None:
-    sizes = {"vocab_size": 64, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 16}
-    GPT2LMHeadModel(GPT2Config(**sizes)).save_pretrained(folder / "gpt2")
+    config = GPT2Config(vocab_size=64, n_embd=32, n_layer=2, n_head=4, n_positions=16)
+    GPT2LMHeadModel(config).save_pretrained(folder / "gpt2")
 
 
 def _llama(folder: Path) -> None:
-    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_hidden_layers": 4}
-    LlamaConfig(vocab_size=64, **sizes).save_pretrained(folder)
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=64, intermediate_size=128, num_attention_heads=4, num_hidden_layers=4
+    )
+    config.save_pretrained(folder)
 
 
 FILES = {"oslo.md": _gpt2, "planner.md": _llama}
