@@ -6,8 +6,6 @@
     python -m nxdpp schedule zb-v --ranks 4 --microbatches 8
     python -m nxdpp checkpoint show out
     python -m nxdpp watch out
-
-Its help also tells how to read the lines of a job that hangs.
 """
 
 import argparse
@@ -28,23 +26,6 @@ from nxdpp.watching import command as watch_command
 _INTERRUPTED = 130
 # New objects between two collections, in place of some hundred.
 _COLLECTED_AFTER = 100_000
-
-_HANGS = """\
-a job that hangs:
-  After hang_timeout seconds without a move, one rank prints a line for each rank (docs/faults.md):
-
-    rank 2: run_train step 17, stage 2, forward of microbatch 5, for 301 s, in `Mlp.forward`, mlp.py:17
-        It has been in this action for that time. The code is the innermost outside of torch and nxdpp.
-        Such a rank is the cause; its stack comes first, then those of others, four at most.
-    rank 1: run_train step 17, stage 1, backward of microbatch 2, waits for 301 s
-        It waits for a message of another rank, and is not the cause.
-    rank 3: outside of nxdpp, after run_train step 16, for 301 s, in `main`, train.py:80
-        It is in the program's own code, which has no limit. The job goes on.
-    rank 0: stopped by a signal
-        SIGSTOP or a debugger. The job ends.
-
-  initialize_model_parallel(hang_timeout=...) sets the limit, 300 by default; 0 is for no limit.
-"""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -74,8 +55,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m nxdpp",
         description="Pipeline-parallel training of PyTorch models.",
-        epilog=_HANGS,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="A job that hangs prints a line for each rank after hang_timeout: docs/guide/hangs.md reads them.",
     )
     parser.add_argument("--version", action="version", version=f"nxdpp {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")

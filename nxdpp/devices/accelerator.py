@@ -55,19 +55,10 @@ class Accelerator(Device):
         copied = pinned.to(self.device, non_blocking=True)
         return copied if part is tensor else copied.expand(tensor.size()).contiguous()
 
-    def to_host(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
-        """Start to copy into pinned memory. The result waits for the work before the copy, not for the whole device.
-
-        The copy of a dense tensor has its strides.
-        """
-        copied = self.to_host_together([tensor])
-        return lambda: copied()[0]
-
     def to_host_together(self, tensors: Sequence[torch.Tensor]) -> Callable[[], list[torch.Tensor]]:
-        """Start to copy tensors, as ``to_host`` does; the result waits once."""
+        """Start to copy into pinned memory. The result waits for the work before the copies, not for the device."""
         if not _has_pinned_memory(self.device.type):
-            copies = [tensor.to("cpu") for tensor in tensors]
-            return lambda: copies
+            return super().to_host_together(tensors)
         pinned = [torch.empty_like(tensor, device="cpu", pin_memory=True) for tensor in tensors]
         for copy, tensor in zip(pinned, tensors, strict=True):
             copy.copy_(tensor, non_blocking=True)

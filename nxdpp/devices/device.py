@@ -111,9 +111,12 @@ class Device:
         return tensor.to(self.device)
 
     def to_host(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
-        """Start to copy a tensor of the device; the result waits for the copy, and returns it in host memory."""
-        copied = tensor.to("cpu")
-        return lambda: copied
+        """Start to copy a tensor of the device; the result waits for the copy, and returns it in host memory.
+
+        The copy of a dense tensor has its strides.
+        """
+        copied = self.to_host_together([tensor])
+        return lambda: copied()[0]
 
     def readable(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return ``tensor``, or its copy in host memory on a device where each part to read would be a graph."""
@@ -121,8 +124,8 @@ class Device:
 
     def to_host_together(self, tensors: Sequence[torch.Tensor]) -> Callable[[], list[torch.Tensor]]:
         """Start to copy tensors of the device, as ``to_host`` does; the result returns them in their order."""
-        copies = [self.to_host(tensor) for tensor in tensors]
-        return lambda: [copied() for copied in copies]
+        copies = [tensor.to("cpu") for tensor in tensors]
+        return lambda: copies
 
     def fill(self, tensor: torch.Tensor, host: torch.Tensor) -> None:
         """Give ``tensor`` of the device the values of ``host``, which may be changed after the call."""

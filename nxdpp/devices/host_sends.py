@@ -26,17 +26,27 @@ class Transfer(Protocol):
         """Block until the transfer is finished; on CUDA make the current stream wait for it."""
 
 
-class HostSend:
-    """A send that starts once its tensor is in host memory."""
+class HostWork:
+    """A send or a collective that begins once its tensors are in host memory.
 
-    def __init__(self, started: "Future[tuple[Transfer, torch.Tensor]]") -> None:
-        self._started = started
+    The result of ``begun`` is the work in flight, and what must live until its end, such as a message.
+    """
+
+    def __init__(self, begun: "Future[Any]") -> None:
+        self._begun = begun
+
+    def wait_begun(self) -> None:
+        """Block until it has begun: one that the caller makes then follows it. Raises its error."""
+        self._begun.result()
+
+    def is_completed(self) -> bool:
+        """Return whether ``wait`` returns or raises at once."""
+        begun = self._begun
+        return begun.done() and (begun.exception() is not None or bool(begun.result()[0].is_completed()))
 
     def wait(self) -> None:
-        """Block until the send is finished; raises the error of the copy or of the send."""
-        # The message must live until its end.
-        work, _message = self._started.result()
-        work.wait()
+        """Block until it is finished; raises the error of the copies, or its own."""
+        self._begun.result()[0].wait()
 
 
 class HostSends:
@@ -51,7 +61,7 @@ class HostSends:
         self._report = report
         self._error: BaseException | None = None
 
-    def start(self, copied: Callable[[], torch.Tensor], send: Callable[[torch.Tensor], Transfer]) -> HostSend:
+    def start(self, copied: Callable[[], torch.Tensor], send: Callable[[torch.Tensor], Transfer]) -> HostWork:
         """Start a send: ``copied`` waits for the tensor in host memory, and ``send`` starts to send it.
 
         Raises the error of an earlier send.
@@ -69,7 +79,7 @@ class HostSends:
                 self._report(error)
                 raise
 
-        return HostSend(self._thread.submit(sent))
+        return HostWork(self._thread.submit(sent))
 
     def raise_error(self) -> None:
         """Raise the error of a send in the thread, if there is one: it is the cause of errors after it."""

@@ -8,6 +8,7 @@ it run again in the next graph. So each action of a schedule ends with ``submit`
 import logging
 import os
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache, partial
 from importlib import import_module
 from pathlib import Path
@@ -21,7 +22,6 @@ from nxdpp.devices.device import Compilations, Device, Stamp, Work
 from nxdpp.devices.graph_times import GraphTimes, Samples
 from nxdpp.devices.kept_graphs import KeptGraphs
 from nxdpp.devices.refused_collectives import refuse_collectives
-from nxdpp.devices.shown_generator import ShownGenerator
 from nxdpp.devices.xla_checks import INSTALL, check_backward, check_own_chip, import_problem
 from nxdpp.ground.torch_names import STORAGE_ADDRESS
 from nxdpp.ground.xla_names import COMMIT_UPDATE, SYNC_VIEW, XLA_COPIES, XLA_HAS_CACHE
@@ -119,11 +119,6 @@ class XlaDevice(Device):
         """Start all recorded operations, and wait until the device is idle."""
         self.submit()
         _xla_model().wait_device_ops()
-
-    def to_host(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
-        """Start all recorded operations, and copy ``tensor`` in a thread; the result waits for the copy."""
-        copied = self.to_host_together([tensor])
-        return lambda: copied()[0]
 
     def to_host_together(self, tensors: Sequence[torch.Tensor]) -> Callable[[], list[torch.Tensor]]:
         """Start all recorded operations, and copy ``tensors`` in a thread, in one transfer.
@@ -251,6 +246,36 @@ def _metric(name: str) -> tuple[int, float, list[tuple[float, float]]]:
     from torch_xla.debug import metrics
 
     return metrics.metric_data(name) or (0, 0.0, [])
+
+
+class ShownGenerator:
+    """The generator of this process's one device, as the module of its type in torch: ``torch.xla``.
+
+    ``torch.utils.checkpoint`` looks for it there, and fails for a device type without one. ``get`` and ``set_to`` read
+    and set its state, a number.
+    """
+
+    _initialized = True
+
+    def __init__(self, get: Callable[[], int], set_to: Callable[[int], object]) -> None:
+        self._get = get
+        self._set_to = set_to
+
+    def device(self, index: int) -> AbstractContextManager[None]:
+        """Return a context of the device."""
+        return nullcontext()
+
+    def device_count(self) -> int:
+        """Return 1."""
+        return 1
+
+    def get_rng_state(self, device: Any = None) -> int:
+        """Return the state: a number of 64 bits."""
+        return int(self._get())
+
+    def set_rng_state(self, state: int, device: Any = None) -> None:
+        """Set the state."""
+        self._set_to(state)
 
 
 def _show_generator() -> None:

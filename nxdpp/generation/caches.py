@@ -9,12 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from transformers.cache_utils import (
-    Cache,
-    CacheLayerMixin,
-    EncoderDecoderCache,
-    LinearAttentionCacheLayerMixin,
-)
+from transformers.cache_utils import Cache, CacheLayerMixin, EncoderDecoderCache, LinearAttentionCacheLayerMixin
 
 NAMES = ("cache", "past_key_values", "cache_params", "state", "mems", "past_buckets_states")
 """Names under which forwards of transformers take and return caches: until 5.23 the others, from 5.24 on the first."""

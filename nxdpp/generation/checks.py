@@ -1,6 +1,6 @@
 """Arguments of ``generate`` that a pipeline cannot honour, and the comparison of arguments between ranks."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -27,18 +27,24 @@ _REFUSED = {
     "trust_remote_code": "such code was not compared with one process. Leave it out",
     "custom_generate": "it may call parts of the model that other ranks run. Leave it out",
 }
-_SWITCHES = {
-    "output_attentions": "attentions stay on the ranks of their layers. Leave it out",
-    "output_hidden_states": "hidden states stay on the ranks of their layers. Leave it out",
-    "assistant_early_exit": "its tokens would come of some of the layers. Leave it out",
-    "prompt_lookup_num_tokens": "its tokens would be verified a batch at a time. Leave it out",
-    "use_mtp": "its tokens would be verified a batch at a time. Leave it out",
-    "compile_config": "a compiled forward would not run the other ranks. Leave it out",
+_CACHES = (None, "dynamic", "static", "sliding_window", "hybrid")
+# Settings, of the arguments, a config or the model: which values are refused, and why.
+_SETTINGS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
+    "output_attentions": (bool, "attentions stay on the ranks of their layers"),
+    "output_hidden_states": (bool, "hidden states stay on the ranks of their layers"),
+    "assistant_early_exit": (bool, "its tokens would come of some of the layers"),
+    "prompt_lookup_num_tokens": (bool, "its tokens would be verified a batch at a time"),
+    "use_mtp": (bool, "its tokens would be verified a batch at a time"),
+    "compile_config": (bool, "a compiled forward would not run the other ranks"),
+    "guidance_scale": (
+        lambda scale: scale not in (None, 1),
+        "it runs the model a second time for each token, with a cache that other ranks do not know",
+    ),
+    "cache_implementation": (lambda kind: kind not in _CACHES, "'dynamic' and 'static' caches are kept"),
 }
 _DROPOUT = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 _OF_ROWS = ("prefix_allowed_tokens_fn", "logits_processor", "stopping_criteria")
 _PLAIN = (bool, int, float, str, type(None))
-_CACHES = (None, "dynamic", "static", "sliding_window", "hybrid")
 
 
 class AgreedStart(NamedTuple):
@@ -85,22 +91,10 @@ def check_arguments(module: nn.Module, inputs: Any, parts: int, arguments: Mappi
             "generate over a pipeline takes layers of hidden states (B, T, H), and fsmt has (T, B, H): save the model, "
             "and generate in one process."
         )
-    for name, reason in _SWITCHES.items():
-        if value := setting(module, arguments, name):
-            raise ValueError(f"generate over a pipeline cannot honour {name}={value}: {reason}.")
-    scale = setting(module, arguments, "guidance_scale")
-    if scale not in (None, 1):
-        raise ValueError(
-            f"generate over a pipeline cannot honour guidance_scale={scale}, which runs the model a second time for "
-            f"each token, with a cache that other ranks do not know. Leave it out."
-        )
-    cache = setting(module, arguments, "cache_implementation")
-    if cache not in _CACHES:
-        raise ValueError(
-            f"generate over a pipeline cannot honour cache_implementation={cache!r}: it keeps 'dynamic' and 'static' "
-            f"caches. Leave it out."
-        )
-    chunk = setting(module, arguments, "prefill_chunk_size")
+    for name, (is_refused, reason) in _SETTINGS.items():
+        if is_refused(value := setting(module, arguments, name)):
+            raise ValueError(f"generate over a pipeline cannot honour {name}={value!r}: {reason}. Leave it out.")
+    chunk, cache = (setting(module, arguments, name) for name in ("prefill_chunk_size", "cache_implementation"))
     if chunk is not None and cache not in (None, "dynamic"):
         raise ValueError(
             f"generate over a pipeline cannot honour prefill_chunk_size={chunk} with a {cache!r} cache, which would "
@@ -119,11 +113,14 @@ def check_arguments(module: nn.Module, inputs: Any, parts: int, arguments: Mappi
 
 def check_dropout(module: nn.Module) -> None:
     """Raise ``ValueError`` for a module that drops values in training mode."""
-    if module.training and (dropped := _dropout_of(module)):
-        raise ValueError(
-            f"generate over a pipeline cannot honour the dropout of {dropped} in training mode, whose random numbers "
-            f"would differ from one process: call model.eval() first."
-        )
+    for name, each in listings.named_modules(module) if module.training else ():
+        drops = isinstance(each, _DROPOUT) and each.p > 0
+        rates = (rate for key, rate in vars(each).items() if "drop" in key and isinstance(rate, float))
+        if each.training and (drops or any(rate > 0 for rate in rates)):
+            raise ValueError(
+                f"generate over a pipeline cannot honour the dropout of {name} in training mode, whose random numbers "
+                f"would differ from one process: call model.eval() first."
+            )
 
 
 def _check_given(given: Mapping[str, Any]) -> None:
@@ -131,16 +128,6 @@ def _check_given(given: Mapping[str, Any]) -> None:
     for name, reason in _REFUSED.items():
         if given.get(name) is not None:
             raise ValueError(f"generate over a pipeline cannot honour {name}: {reason}.")
-
-
-def _dropout_of(module: nn.Module) -> str | None:
-    """Return the name of a module that drops values, or ``None``."""
-    for name, each in listings.named_modules(module):
-        drops = isinstance(each, _DROPOUT) and each.p > 0
-        rates = (rate for key, rate in vars(each).items() if "drop" in key and isinstance(rate, float))
-        if each.training and (drops or any(rate > 0 for rate in rates)):
-            return name
-    return None
 
 
 def _check_batches(module: nn.Module, inputs: Any, parts: int, arguments: Mapping[str, Any]) -> None:

@@ -15,15 +15,10 @@ from nxdpp.ground.transformers_names import REORDER_CACHE
 from nxdpp.ranks import parallel_state
 from nxdpp.ranks.group_values import extremes
 
-_CACHE_FIELDS: tuple[str, ...] = (
-    "cache_implementation",
-    "cache_config",
-    "max_cache_len",
-    "num_beams",
-    "num_return_sequences",
-    "do_sample",
+_CACHE_FIELDS = (
+    *("cache_implementation", "cache_config", "max_cache_len", "num_beams", "num_return_sequences", "do_sample"),
+    *("prefill_chunk_size", "use_cache", "is_assistant"),
 )
-_CACHE_FIELDS += ("prefill_chunk_size", "use_cache", "is_assistant")
 
 _FEATURES = ("get_image_features", "get_video_features")
 """Methods by which transformers' ``generate`` encodes images before the first forward."""

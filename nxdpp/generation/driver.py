@@ -4,14 +4,34 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from transformers.generation.streamers import BaseStreamer
 
 from nxdpp.generation.batches import GeneratedBatch
 from nxdpp.generation.driven_model import driven
 from nxdpp.generation.generating_rank import GeneratingRank
-from nxdpp.generation.streams import RelayedStreamer
 from nxdpp.generation.turns import Turns, random_states
 from nxdpp.ranks.faults import failure_watch
 from nxdpp.ranks.wire_form import packed
+
+
+class _RelayedStreamer(BaseStreamer):
+    """The streamer of the driver: ``own``, if it has one. Its calls are added to ``events`` for the other ranks."""
+
+    def __init__(self, own: Any, events: list[Any]) -> None:
+        self._own = own
+        self._events = events
+
+    def put(self, value: torch.Tensor) -> None:
+        """Take the prompt (B, T) or new tokens (B,)."""
+        self._events.append(value)
+        if self._own is not None:
+            self._own.put(value)
+
+    def end(self) -> None:
+        """Take the end of the generation."""
+        self._events.append(None)
+        if self._own is not None:
+            self._own.end()
 
 
 class GenerationDriver:
@@ -22,7 +42,7 @@ class GenerationDriver:
         self._arguments = dict(arguments)
         self._events: list[Any] = []
         if has_streamer:
-            self._arguments["streamer"] = RelayedStreamer(arguments.get("streamer"), self._events)
+            self._arguments["streamer"] = _RelayedStreamer(arguments.get("streamer"), self._events)
         self._turns: Turns | None = None
         self._is_in_forward = False
         self._has_sent_forward = False
@@ -31,7 +51,7 @@ class GenerationDriver:
         """Return the result of each batch, and send its tokens to the other ranks."""
         before = random_states(self._rank.device)
         try:
-            with self._rank.calls_refused():
+            with self._rank.calls.refused():
                 results = self._results(batches)
             tokens = [_tokens_only(result) for result in results]
             packed(tokens)

@@ -60,27 +60,15 @@ def generate(
     check_arguments(module, inputs, num_microbatches, arguments)
     failure_watch.refuse_after_failure()
     model.part.check_materialised()
-    with (
-        board.call("generate", "call", "pipeline", has_limit=True),
-        model.part.whole_parameters(),
-        _no_traces(module),
-    ):
+    with board.call("generate", "call", "pipeline", has_limit=True), model.part.whole_parameters(), _no_traces(module):
         device, steps = model.part.device, model.steps
         batches = batches_of(module, inputs, num_microbatches, arguments, device)
         kept = _kept.get(model) or _kept.setdefault(model, _Kept(RankMessages(device, steps.last_rank)))
         messages = kept.messages
         agreed = check_same(batches, arguments, root, device)
-        rank = GeneratingRank(
-            root,
-            path,
-            steps.partition,
-            steps.schedule.placement,
-            messages,
-            device,
-            len(batches),
-            kept.plans.setdefault(agreed.dtypes, {}),
-            _has_divided_logits(module),
-        )
+        plans = kept.plans.setdefault(agreed.dtypes, {})
+        places, count = (steps.partition, steps.schedule.placement), len(batches)
+        rank = GeneratingRank(root, path, *places, messages, device, count, plans, _has_divided_logits(module))
         if messages.is_driver:
             results = GenerationDriver(rank, arguments, agreed.has_streamer).generate(batches)
         else:

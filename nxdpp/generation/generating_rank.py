@@ -1,9 +1,8 @@
 """One rank of a generation: its forwards, by the commands of the driver."""
 
 import copy
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -14,9 +13,8 @@ from nxdpp.generation.arguments_sent import SentArguments, on_device
 from nxdpp.generation.caches import sizes
 from nxdpp.generation.driven_model import make_cache
 from nxdpp.generation.known_calls import Plans
-from nxdpp.generation.leaves import spine_parameters, stage_leaves
-from nxdpp.generation.stage_calls import StageCalls, StageExchange
-from nxdpp.generation.streams import play
+from nxdpp.generation.messages import RankMessages
+from nxdpp.generation.stage_calls import StageCalls
 from nxdpp.generation.turns import set_random_states
 from nxdpp.pipeline.partition.partition import Partition
 from nxdpp.ranks.faults import failure_watch
@@ -26,22 +24,6 @@ from nxdpp.tensor.mappings import gather_from_tensor_model_parallel_region_with_
 _TOKENS = ("decoder_input_ids", "decoder_inputs_embeds", "input_ids", "inputs_embeds")
 
 _MANY_TOKENS, _FEW = 256, 3
-
-
-class CommandExchange(StageExchange, Protocol):
-    """Messages of a rank of the pipeline, and commands of the rank ``driver`` for all others."""
-
-    rank: int
-    driver: int
-
-    def command(self, value: Any) -> None:
-        """Send ``value`` to all other ranks; on the driver."""
-
-    def next_command(self) -> Any:
-        """Receive the next command; on the other ranks."""
-
-    def finish(self) -> None:
-        """Wait until all messages have been sent."""
 
 
 class GeneratingRank:
@@ -57,6 +39,9 @@ class GeneratingRank:
         count: number of batches.
         plans: what earlier forwards have shown, by their kind.
         logits_are_divided: ``True`` if this rank's logits are of its part of the vocabulary.
+
+    Attributes:
+        calls: of the modules in its forwards.
     """
 
     def __init__(
@@ -65,7 +50,7 @@ class GeneratingRank:
         path: str,
         partition: Partition,
         placement: Placement | ListedPlacement,
-        messages: CommandExchange,
+        messages: RankMessages,
         device: torch.device,
         count: int,
         plans: Plans,
@@ -75,19 +60,8 @@ class GeneratingRank:
         self.messages = messages
         self.device = device
         self.sent = [SentArguments() for _ in range(count)]
-        leaves = stage_leaves(root, partition)
-        self._calls = StageCalls(
-            leaves,
-            spine_parameters(root, partition, leaves),
-            messages.rank,
-            placement.rank_of,
-            partition.stages,
-            messages.driver,
-            messages,
-            device,
-            plans,
-            self.module.get_output_embeddings(),  # type: ignore[operator]  # of a transformers model
-        )
+        head: Any = self.module.get_output_embeddings()  # type: ignore[operator]  # of a transformers model
+        self.calls = StageCalls(root, partition, placement, messages, device, plans, head)
         self._plans = plans
         self._gathers = messages.rank == messages.driver and logits_are_divided
 
@@ -99,28 +73,25 @@ class GeneratingRank:
         tokens = next((arguments[name] for name in _TOKENS if arguments.get(name) is not None), None)
         given = frozenset(name for name, value in arguments.items() if value is not None)
         kind = path, given, None if tokens is None else _kind_of(*tokens.shape[:2])
-        called = _called(self.module, path)
+        parent, _, name = path.rpartition(".")
+        called = getattr(self.module.get_submodule(parent), name) if name else self.module
         if any(value.is_floating_point() for value in tensors.values()):
             # The number of images, and their sizes, may decide which modules run.
             self._plans.pop(kind, None)
         elif kind not in self._plans and not self.module.training and (few := few_tokens(arguments, tokens)):
             # Results of a first forward go to all ranks.
-            self._calls.run(kind, called, few, "few tokens")
-        output = self._calls.run(kind, called, arguments, tuple((name, each.shape) for name, each in tensors.items()))
+            self.calls.run(kind, called, few, "few tokens")
+        output = self.calls.run(kind, called, arguments, tuple((name, each.shape) for name, each in tensors.items()))
         if self._gathers and path == "" and getattr(output, "logits", None) is not None:
             output.logits = gather_from_tensor_model_parallel_region_with_dim(output.logits, -1)
         return output
-
-    def calls_refused(self) -> AbstractContextManager[None]:
-        """Refuse calls of other ranks' modules outside of ``forward``; on the driver."""
-        return self._calls.refused()
 
     def follow(self, streamer: Any, has_equal_random_state: bool) -> list[Any]:
         """Run the driver's commands, until it ends or raises; return its results."""
         with failure_watch.reported():
             while True:
                 command = self.messages.next_command()
-                play(streamer, command["events"])
+                _play(streamer, command["events"])
                 if command["do"] in ("end", "error"):
                     break
                 sent = self.sent[command["batch"]]
@@ -139,12 +110,13 @@ class GeneratingRank:
         return [mapped(lambda each: on_device(each, self.device), result) for result in command["results"]]
 
 
-def _called(module: nn.Module, path: str) -> Callable[..., Any]:
-    """Return the module of ``path`` in ``module``, or its method."""
-    parent, _, name = path.rpartition(".")
-    owner = module.get_submodule(parent)
-    found: Callable[..., Any] = getattr(owner, name) if name else module
-    return found
+def _play(streamer: Any, events: Sequence[Any]) -> None:
+    """Give the calls of the driver's streamer to ``streamer``, if there is one."""
+    for value in events if streamer is not None else ():
+        if value is None:
+            streamer.end()
+        else:
+            streamer.put(value)
 
 
 def _kind_of(rows: int, length: int) -> tuple[bool, bool, bool]:

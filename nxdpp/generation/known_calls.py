@@ -74,23 +74,15 @@ class KnownCall:
         others = [each for each in leaves_in(output) if not isinstance(each, torch.Tensor)]
         tensors = [each for each in leaves_in(output) if isinstance(each, torch.Tensor)]
         if len(others) != len(expected) or len(tensors) != len(self.rules):
-            raise RuntimeError(
-                f"generate over a pipeline: {name} returns {counted(len(tensors), 'tensor')} and "
-                f"{counted(len(others), 'other value')}, and other ranks expect {len(self.rules)} and {len(expected)}, "
-                f"as in its first call. {REMEDY}"
-            )
+            found = f"{counted(len(tensors), 'tensor')} and {counted(len(others), 'other value')}"
+            raise _unexpected(name, found, f"{len(self.rules)} and {len(expected)}")
         for value, known in zip(others, expected, strict=True):
             if isinstance(known, _PLAIN) and not isinstance(value, Cache) and value != known:
-                raise RuntimeError(
-                    f"generate over a pipeline: {name} returns {value!r}, and other ranks expect {known!r}, as in its "
-                    f"first call. {REMEDY}"
-                )
+                raise _unexpected(name, repr(value), repr(known))
         for tensor, rule in zip(tensors, self.rules, strict=True):
             if (rule.has_shape and tuple(tensor.shape) != rule.size_for(first)) or tensor.dtype != rule.dtype:
-                raise RuntimeError(
-                    f"generate over a pipeline: {name} returns a tensor of {tuple(tensor.shape)}, {tensor.dtype}, and "
-                    f"other ranks expect {rule.size_for(first)}, {rule.dtype}, as in its first call. {REMEDY}"
-                )
+                found = f"a tensor of {tuple(tensor.shape)}, {tensor.dtype}"
+                raise _unexpected(name, found, f"{rule.size_for(first)}, {rule.dtype}")
         return tensors
 
     def keep_shape(self, index: int, signature: Hashable, shape: tuple[list[int], list[int]]) -> None:
@@ -115,6 +107,13 @@ Plan = dict[tuple[str, int], KnownCall]
 
 Plans = dict[Hashable, Plan]
 """The calls of forwards by their kind."""
+
+
+def _unexpected(name: str, found: str, expected: str) -> RuntimeError:
+    return RuntimeError(
+        f"generate over a pipeline: {name} returns {found}, and other ranks expect {expected}, as in its first call. "
+        f"{REMEDY}"
+    )
 
 
 def rule_of(value: Any, first: torch.Tensor | None) -> Any:

@@ -11,66 +11,39 @@ tensors without values. All ranks see the same code run, so they know all of thi
 """
 
 from collections import UserDict
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
 from transformers.cache_utils import Cache
 
-from nxdpp.generation.absent import (
-    AbsentTensor,
-    Root,
-    TrackedTensor,
-    leaves_in,
-    mapped,
-    roots_of,
-    tracked_as,
-    unknown_values,
-    untracked,
-)
-from nxdpp.generation.attributes import CALL, attributes
+from nxdpp.generation import absent
 from nxdpp.generation.caches import CacheUpdate, advance, cache_among, sizes, updates
 from nxdpp.generation.known_calls import CACHE, REMEDY, KnownCall, OutputRule, Plan, Plans, rule_of
-from nxdpp.generation.leaves import StageLeaf, stage_of
-from nxdpp.ground.torch_names import CALL_WITH_HOOKS, PARAMETERS
+from nxdpp.generation.leaves import StageLeaf, spine_parameters, stage_leaves, stage_of
+from nxdpp.generation.messages import RankMessages
+from nxdpp.ground.torch_names import CALL_WITH_HOOKS, COMPILED_CALL, PARAMETERS
+from nxdpp.pipeline.partition.partition import Partition
 from nxdpp.ranks.faults.board import board
+from nxdpp.schedules.placement import ListedPlacement, Placement
 
 _DIMENSIONS = 8
-
-
-class StageExchange(Protocol):
-    """Messages between the ranks of a pipeline, in the order of their sends."""
-
-    def send(self, tensor: torch.Tensor, destination: int) -> None:
-        """Start to send a dense tensor."""
-
-    def receive(
-        self, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype, source: int, on_host: bool = False
-    ) -> torch.Tensor:
-        """Receive a tensor; with ``on_host`` one in host memory."""
-
-    def send_value(self, value: Any, destination: int) -> None:
-        """Start to send a value that has a form (``wire_form``)."""
-
-    def receive_value(self, source: int) -> Any:
-        """Receive the value of a ``send_value``."""
+# torch calls it in place of a module with its hooks, as after ``compile()``.
+_CALL = COMPILED_CALL.name
 
 
 class StageCalls:
     """Forwards of one rank.
 
     Args:
-        leaves: the modules that run as a whole.
-        parameters: the parameters of the spine.
-        rank: this rank of the pipeline.
-        rank_of: the rank of a stage.
-        stages: number of stages.
-        driver: the rank that needs the outputs.
-        exchange: messages to the other ranks.
+        root: the whole model. Parameters of other ranks are on the meta device.
+        partition: its stages.
+        placement: the rank of each stage.
+        messages: to the other ranks; the driver needs the outputs.
         device: the device of this rank.
         plans: what earlier forwards have shown, by their kind.
         head: the module that gives the logits, which only the driver gets.
@@ -78,37 +51,34 @@ class StageCalls:
 
     def __init__(
         self,
-        leaves: Sequence[StageLeaf],
-        parameters: Sequence[StageLeaf],
-        rank: int,
-        rank_of: Callable[[int], int],
-        stages: int,
-        driver: int,
-        exchange: StageExchange,
+        root: nn.Module,
+        partition: Partition,
+        placement: Placement | ListedPlacement,
+        messages: RankMessages,
         device: torch.device,
         plans: Plans,
         head: nn.Module | None = None,
     ) -> None:
         self._head = head
-        self._rank = rank
-        self._rank_of = rank_of
-        self._ranks = frozenset(map(rank_of, range(stages)))
-        self._driver = driver
-        self._exchange = exchange
+        self._rank, self._driver, self._exchange = messages.rank, messages.driver, messages
+        self._rank_of = rank_of = placement.rank_of
+        self._ranks = frozenset(map(rank_of, range(partition.stages)))
         self._device = device
         self._plans = plans
+        leaves = stage_leaves(root, partition)
+        parameters = spine_parameters(root, partition, leaves)
         self._parameters = [leaf for leaf in parameters if {rank_of(stage) for stage in leaf.stages} != self._ranks]
         self._calls = [
-            (leaf.module, CALL, partial(self._call, leaf, CALL_WITH_HOOKS.of(leaf.module))) for leaf in leaves
+            (leaf.module, _CALL, partial(self._call, leaf, CALL_WITH_HOOKS.of(leaf.module))) for leaf in leaves
         ]
-        elsewhere = [leaf for leaf in leaves if rank not in map(rank_of, leaf.stages)]
-        self._refusals = [(leaf.module, CALL, partial(_refuse_call, leaf.name)) for leaf in elsewhere]
+        elsewhere = [leaf for leaf in leaves if self._rank not in map(rank_of, leaf.stages)]
+        self._refusals = [(leaf.module, _CALL, partial(_refuse_call, leaf.name)) for leaf in elsewhere]
         self._plan: Plan = {}
         self._numbers: dict[str, int] = {}
         self._stage = 0
         self._signature: Any = None
         self._has_new = False
-        self._touched: set[Root] = set()
+        self._touched: set[absent.Root] = set()
 
     def run(self, kind: Hashable, called: Callable[..., Any], arguments: Mapping[str, Any], signature: Any) -> Any:
         """Call ``called``, a module or a method of one, with ``arguments``, and return its output.
@@ -120,19 +90,19 @@ class StageCalls:
         self._plan = self._plans.setdefault(kind, {})
         self._numbers, self._stage, self._signature, self._has_new = {}, 0, signature, False
         self._touched = set()
-        with attributes([*self._calls, *map(self._value, self._parameters)]):
+        with _attributes([*self._calls, *map(self._value, self._parameters)]):
             output = called(**arguments)
         if self._has_new:
-            self._want(roots_of(leaves_in(output)), frozenset({self._driver}))
+            self._want(absent.roots_of(absent.leaves_in(output)), frozenset({self._driver}))
             self._want_shapes()
-            output = mapped(untracked, output)
+            output = absent.mapped(absent.untracked, output)
         if self._rank == self._driver:
             _refuse_absent(output, "returns it")
         return output
 
     def refused(self) -> AbstractContextManager[None]:
         """Refuse to run modules of other ranks outside of ``run``."""
-        return attributes(self._refusals)
+        return _attributes(self._refusals)
 
     def _value(self, leaf: StageLeaf) -> tuple[nn.Module, str, Any]:
         """The value of a spine parameter for code of this rank, as the result of a module of its name."""
@@ -177,10 +147,10 @@ class StageCalls:
         if known is None:
             return self._first_call(leaf, number, stage, forward, args, kwargs)
         if self._has_new:
-            self._want(roots_of(leaves_in((args, kwargs))), known.executors)
+            self._want(absent.roots_of(absent.leaves_in((args, kwargs))), known.executors)
         if self._rank in known.executors:
             if self._has_new:
-                args, kwargs = mapped(untracked, (args, kwargs))
+                args, kwargs = absent.mapped(absent.untracked, (args, kwargs))
             output = self._run(leaf, forward, args, kwargs)
             if self._rank == known.home and len(known.executors) < len(self._ranks):
                 self._send(known, known.check(leaf.name, output, _first_tensor(args, kwargs)))
@@ -201,7 +171,7 @@ class StageCalls:
     ) -> Any:
         """Run ``leaf`` on the rank of ``stage``, and give all ranks its result with its values, but no logits."""
         self._has_new = True
-        roots = roots_of(leaves_in((args, kwargs)))
+        roots = absent.roots_of(absent.leaves_in((args, kwargs)))
         home = self._rank_of(stage)
         # What follows only from the inputs, each rank that can computes itself.
         executors = frozenset({home} if roots else map(self._rank_of, leaf.stages))
@@ -209,28 +179,28 @@ class StageCalls:
         first = _first_tensor(args, kwargs)
         cache = cache_among((*args, *kwargs.values()))
         done: list[CacheUpdate] = []
-        kind = TrackedTensor
+        kind = absent.TrackedTensor
         if self._rank in executors:
             before = sizes(cache)
-            args, kwargs = mapped(untracked, (args, kwargs))
+            args, kwargs = absent.mapped(absent.untracked, (args, kwargs))
             output = self._run(leaf, forward, args, kwargs)
             if first is not None and first.dim() > 1:
                 done = updates(before, cache, first.shape[1])
             if self._rank == home:
-                message = mapped(lambda each: CACHE if isinstance(each, Cache) else each, output)
+                message = absent.mapped(lambda each: CACHE if isinstance(each, Cache) else each, output)
                 for other in sorted(self._ranks - executors):
                     has_values = leaf.module is not self._head or other == self._driver
-                    sent = message if has_values else mapped(_without_values, message)
+                    sent = message if has_values else absent.mapped(_without_values, message)
                     self._exchange.send_value((sent, done), other)
         else:
             received, done = self._exchange.receive_value(home)
             if cache is not None and first is not None:
                 advance(cache, done, first)
-            output = mapped(lambda each: cache if each == CACHE else _on(each, self._device), received)
+            output = absent.mapped(lambda each: cache if each == CACHE else _on(each, self._device), received)
             if leaf.module is self._head and self._rank != self._driver:
-                kind = AbsentTensor
+                kind = absent.AbsentTensor
         self._want(roots, executors)
-        template = mapped(lambda each: rule_of(each, first), output)
+        template = absent.mapped(lambda each: rule_of(each, first), output)
         self._plan[leaf.name, number] = KnownCall(home, executors, template, done)
         return self._rooted(output, (leaf.name, number), kind)
 
@@ -244,7 +214,7 @@ class StageCalls:
         _refuse_absent(output, f"{leaf.name} reads it from a cache or an attribute")
         return output
 
-    def _want(self, roots: frozenset[Root], ranks: frozenset[int]) -> None:
+    def _want(self, roots: frozenset[absent.Root], ranks: frozenset[int]) -> None:
         for name, number, index in roots:
             self._plan[name, number].want(index, ranks)
 
@@ -255,7 +225,7 @@ class StageCalls:
             if not known.rules[index].has_shape:
                 known.want(index, self._ranks)
 
-    def _rooted(self, output: Any, key: tuple[str, int], kind: type[TrackedTensor]) -> Any:
+    def _rooted(self, output: Any, key: tuple[str, int], kind: type[absent.TrackedTensor]) -> Any:
         """``output`` of a call, with tensors that tell what follows from it."""
         index = -1
 
@@ -264,9 +234,9 @@ class StageCalls:
             if not isinstance(each, torch.Tensor):
                 return each
             index += 1
-            return tracked_as(each, frozenset({(*key, index)}), kind, self._touched)
+            return absent.tracked_as(each, frozenset({(*key, index)}), kind, self._touched)
 
-        return mapped(rooted, output)
+        return absent.mapped(rooted, output)
 
     def _elsewhere(self, known: KnownCall, key: tuple[str, int], first: torch.Tensor | None, cache: Any) -> Any:
         """The result of a call that another rank runs: with the values that this rank needs."""
@@ -281,7 +251,7 @@ class StageCalls:
                 return self._receive(known, index, each)
             return each.placeholder(first, (*key, index), self._device)
 
-        return mapped(made, known.template)
+        return absent.mapped(made, known.template)
 
     def _send(self, known: KnownCall, tensors: Sequence[torch.Tensor]) -> None:
         rules = known.rules
@@ -314,6 +284,22 @@ class StageCalls:
         return self._exchange.receive(*shape, rule.dtype, known.home)
 
 
+@contextmanager
+def _attributes(given: Sequence[tuple[nn.Module, str, Any]]) -> Iterator[None]:
+    """Give values to attributes of modules. An attribute is found before a parameter of its name."""
+    before = [vars(module).get(name) for module, name, _ in given]
+    for module, name, value in given:
+        vars(module)[name] = value
+    try:
+        yield
+    finally:
+        for (module, name, _), earlier in zip(given, before, strict=True):
+            if earlier is None:
+                del vars(module)[name]
+            else:
+                vars(module)[name] = earlier
+
+
 def _refuse_call(name: str, *args: Any, **kwargs: Any) -> NoReturn:
     raise RuntimeError(
         f"generate over a pipeline: the model's generate calls {name} outside of the model's forward, and another rank "
@@ -322,9 +308,9 @@ def _refuse_call(name: str, *args: Any, **kwargs: Any) -> NoReturn:
 
 
 def _refuse_absent(values: Any, reason: str) -> None:
-    for value in leaves_in(values):
-        if isinstance(value, AbsentTensor):
-            raise unknown_values(value.roots, reason)
+    for value in absent.leaves_in(values):
+        if isinstance(value, absent.AbsentTensor):
+            raise absent.unknown_values(value.roots, reason)
 
 
 def _first_tensor(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:

@@ -1,6 +1,6 @@
 """Average or sum of gradients over the data-parallel ranks, in flat buckets with one all-reduce each.
 
-``overlapped_average`` begins the buckets during the backwards of a step.
+``overlapped_average`` begins the buckets during the backwards of a step. ``mean_loss`` is for the losses of a step.
 """
 
 import zlib
@@ -12,24 +12,15 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import ProcessGroup
 
-from nxdpp.gradients.buckets import (
-    BUCKET_BYTES,
-    Combination,
-    Hook,
-    Memory,
-    SentBucket,
-    begin,
-    cut,
-    places_in,
-    send_all,
-    unpack,
-)
+from nxdpp.gradients import buckets
 from nxdpp.gradients.gradient_dtype import dense, gradient_dtype, zero_gradient
 from nxdpp.ranks import parallel_state
 from nxdpp.ranks.faults import failure_watch
 from nxdpp.ranks.faults.waits import Wait
 from nxdpp.ranks.group_values import extremes
-from nxdpp.ranks.host_wire import needs_host
+from nxdpp.ranks.host_wire import from_wire, needs_host, on_wire, wire_device
+
+_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 def average_gradients(
@@ -62,7 +53,7 @@ def average_gradients(
     if check is not None:
         check(largest[: len(notes)])
     gradients = gradients_of_any_rank(trained, largest[len(notes) :])
-    combine(cut(gradients), group, Combination.over(group, mean))
+    combine(buckets.cut(gradients), group, buckets.Combination.over(group, mean))
 
 
 def reduce_gradients(
@@ -71,9 +62,9 @@ def reduce_gradients(
     control: ProcessGroup,
     *,
     mean: bool = True,
-    before: Sequence[Hook] = (),
-    after: Sequence[Hook] = (),
-    bucket_bytes: int = BUCKET_BYTES,
+    before: Sequence[buckets.Hook] = (),
+    after: Sequence[buckets.Hook] = (),
+    bucket_bytes: int = buckets.BUCKET_BYTES,
 ) -> None:
     """Replace each parameter's ``.grad`` by its mean over ``group``, or its sum, in place and in buckets.
 
@@ -95,7 +86,7 @@ def reduce_gradients(
         RuntimeError: for different parameters or a different ``mean`` on some ranks, before anything is changed.
     """
     if bucket_bytes < 1:
-        raise ValueError(f"bucket_bytes must be at least 1, not {bucket_bytes}: the default is {BUCKET_BYTES}.")
+        raise ValueError(f"bucket_bytes must be at least 1, not {bucket_bytes}: the default is {buckets.BUCKET_BYTES}.")
     trained = list({id(each): each for each in parameters if each.requires_grad}.values())
     if dist.get_world_size(group) == 1 and not before and not after:
         return
@@ -106,8 +97,8 @@ def reduce_gradients(
         if not trained:
             return
         gradients = gradients_of_any_rank(trained, largest_flags(trained, control))
-        combination = Combination(dist.get_world_size(group) if mean else 1, before, after)
-        combine(cut(gradients, bucket_bytes), group, combination)
+        combination = buckets.Combination(dist.get_world_size(group) if mean else 1, before, after)
+        combine(buckets.cut(gradients, bucket_bytes), group, combination)
 
 
 def bucket_allreduce_gradients(grads_list: Sequence[torch.Tensor], reduce_over_ep_group: bool = False) -> None:
@@ -140,25 +131,25 @@ def bucket_allreduce_gradients(grads_list: Sequence[torch.Tensor], reduce_over_e
             kinds = [(tuple(gradient.shape), gradient.dtype) for gradient in gradients]
             remedy = "Give zeros for a parameter that has no gradient on this rank."
             _check_alike(kinds, len(gradients), control, "bucket_allreduce_gradients", "gradients", remedy)
-            combine(cut(gradients[::-1]), group, Combination.over(group, mean=True))
+            combine(buckets.cut(gradients[::-1]), group, buckets.Combination.over(group, mean=True))
 
 
-def combine(buckets: Iterable[list[torch.Tensor]], group: ProcessGroup, combination: Combination) -> None:
-    """Replace each gradient of ``buckets`` by its ``combination`` over ``group``, in place; collective over ``group``.
+def combine(parts: Iterable[list[torch.Tensor]], group: ProcessGroup, combination: buckets.Combination) -> None:
+    """Replace each gradient of the buckets ``parts`` by its ``combination`` over ``group``, in place; collective.
 
     All ranks give tensors of the same shapes and dtypes in the same order.
     """
     with torch.no_grad():
-        send_all(partial(start, bucket, group, combination) for bucket in buckets)
+        buckets.send_all(partial(start, bucket, group, combination) for bucket in parts)
 
 
 def start(
     bucket: list[torch.Tensor],
     group: ProcessGroup,
-    combination: Combination,
+    combination: buckets.Combination,
     in_place: bool = True,
-    memory: Memory | None = None,
-) -> SentBucket:
+    memory: buckets.Memory | None = None,
+) -> buckets.SentBucket:
     """Start the all-reduce of ``bucket``. With ``in_place`` the only gradient of a bucket is summed in its memory.
 
     ``memory`` returns uint8 memory of a number of bytes on a device, for the flat vector. By default it is new.
@@ -178,23 +169,27 @@ def start(
 
     def all_reduce(gradients: Sequence[torch.Tensor]) -> dist.Work | None:
         if not is_in_place:
-            combination.pack(gradients, places_in(flat, gradients), flat)
+            combination.pack(gradients, buckets.places_in(flat, gradients), flat)
         work: dist.Work | None = dist.all_reduce(flat, group=group, async_op=True)
         return work
 
     def take(result: torch.Tensor) -> None:
         if not is_in_place:
-            unpack(result, bucket)
+            buckets.unpack(result, bucket)
 
-    work = begin(bucket, is_through_host, all_reduce)
+    work = buckets.begin(bucket, is_through_host, all_reduce)
     wait = Wait("average of the gradients", group)
-    return SentBucket(flat, work, wait, take, combination.after, 0 if is_in_place else flat.nbytes)
+    return buckets.SentBucket(flat, work, wait, take, combination.after, 0 if is_in_place else flat.nbytes)
 
 
 def largest_flags(trained: Sequence[nn.Parameter], control: ProcessGroup, notes: Sequence[int] = ()) -> list[int]:
     """Return the largest ``notes`` of all ranks, then 1 for each parameter that has a gradient on any rank, else 0."""
-    present = [parameter.grad is not None for parameter in trained]
-    return extremes([*notes, *present], control, name="gradients that replicas have")[1]
+    return largest_of([*notes, *(parameter.grad is not None for parameter in trained)], control)
+
+
+def largest_of(flags: Sequence[int], control: ProcessGroup) -> list[int]:
+    """Return the largest of each of ``flags``, whether a rank of ``control`` has a gradient; collective over it."""
+    return extremes(flags, control, name="gradients that replicas have")[1]
 
 
 def gradients_of_any_rank(trained: Sequence[nn.Parameter], anywhere: Sequence[int]) -> list[torch.Tensor]:
@@ -222,3 +217,30 @@ def _check_alike(
             f"the data-parallel ranks give {caller} other {things}, {smallest[0]} to {largest[0]} of them, "
             f"and this rank {count}: each would be averaged with another's. {remedy}"
         )
+
+
+def mean_loss(
+    losses: Sequence[torch.Tensor], source: int, device: torch.device, dtype: torch.dtype | None = None
+) -> torch.Tensor:
+    """Mean loss over all microbatches and data-parallel replicas, on every rank; all ranks must call this.
+
+    The pipeline's rank ``source`` gives the loss of each microbatch; ``losses`` of others are ignored. Without
+    ``dtype``, the dtype of the losses, this rank waits for the device and reads it. Returns a tensor of shape () on
+    ``device``.
+    """
+    pipeline = parallel_state.get_pipeline_model_parallel_group()
+    if parallel_state.get_pipeline_model_parallel_rank() == source:
+        mean = torch.stack(list(losses)).mean()
+        dtype = mean.dtype
+        replicas = parallel_state.get_data_parallel_group()
+        loss = on_wire(mean, replicas).double()
+        # float64 has the values of all dtypes.
+        message = torch.stack([loss, torch.full_like(loss, _DTYPES.index(dtype))])
+        with Wait("mean loss", replicas):
+            dist.all_reduce(message, group=replicas)
+        message /= parallel_state.get_data_parallel_size()
+    else:
+        message = torch.empty(2, dtype=torch.float64, device=wire_device(device, pipeline))
+    with Wait("mean loss", pipeline):
+        dist.broadcast(message, group=pipeline, group_src=source)
+    return from_wire(message[0].to(dtype or _DTYPES[int(message[1])]), device)

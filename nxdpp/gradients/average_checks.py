@@ -98,36 +98,28 @@ replica_step_check = ReplicaStepCheck()
 
 
 class Averaged(Protocol):
-    """Pipelined model."""
+    """A pipelined model, and whether the gradients of its last training step are averaged."""
 
-    @property
-    def is_averaged(self) -> bool:
-        """``True`` if the gradients of the last training step are averaged."""
-        ...
+    is_averaged: bool
 
 
-class LeftOutAverageCheck:
-    """Compares a sample of the parameters over the replicas, after optimizer steps with gradients of one replica.
+def _check_left_out_averages(parameters: Mapping[str, nn.Parameter], source: Callable[[], Averaged | None]) -> None:
+    """Compare a sample of the parameters over the replicas, after optimizer steps with gradients of one replica.
 
     ``no_sync()`` leaves the average to a later step, and a program may forget that step, or average by itself. Those
     steps are collective over the replicas. The hook is removed with the last parameter.
-    ``source`` gives the object that knows whether the gradients are averaged, and ``None`` once it is gone.
     """
+    names = WeakIdKeyDictionary({each: name for name, each in parameters.items()})
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter], source: Callable[[], Averaged | None]) -> None:
-        self._names: WeakIdKeyDictionary = WeakIdKeyDictionary({each: name for name, each in parameters.items()})
-        self._source = source
-        self._end = run_after_steps(self._check)
-
-    def _check(self, optimizer: Optimizer) -> None:
-        if not len(self._names):
-            self._end()
+    def check(optimizer: Optimizer) -> None:
+        if not len(names):
+            end()
             return
-        source = self._source()
-        if source is None or source.is_averaged:
+        known = source()
+        if known is None or known.is_averaged:
             return
         stepped = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        held = [f"values of {self._names[p]}: {sample(p).hex()}" for p in stepped if p in self._names]
+        held = [f"values of {names[p]}: {sample(p).hex()}" for p in stepped if p in names]
         if not held:
             return
         try:
@@ -140,17 +132,20 @@ class LeftOutAverageCheck:
                 f"(nxdpp.parallel_layers.grads.bucket_allreduce_gradients)."
             ) from error
 
-
-OptimizerCheck = ReplicaStepCheck | LeftOutAverageCheck
+    end = run_after_steps(check)
 
 
 def check_optimizers(
     parameters: Mapping[str, nn.Parameter], hands_over: bool, source: Callable[[], Averaged | None]
-) -> OptimizerCheck | None:
-    """Have steps of optimizers checked from now on, as by ``LeftOutAverageCheck``; ``None`` for one replica."""
+) -> None:
+    """Have steps of optimizers checked from now on, unless there is one replica.
+
+    ``hands_over``: the optimizer averages the gradients. ``source`` gives the object that knows whether they are
+    averaged, and ``None`` once it is gone.
+    """
     if parallel_state.get_data_parallel_size() == 1:
-        return None
-    if not hands_over:
-        return LeftOutAverageCheck(parameters, source)
-    replica_step_check.of_pipeline(parameters.values(), is_averaged=False)
-    return replica_step_check
+        return
+    if hands_over:
+        replica_step_check.of_pipeline(parameters.values(), is_averaged=False)
+    else:
+        _check_left_out_averages(parameters, source)

@@ -2,7 +2,6 @@
 
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass
 from operator import is_
 from typing import NamedTuple
 
@@ -20,21 +19,30 @@ class LastBackward(NamedTuple):
     parameters: Sequence[nn.Parameter]
 
 
-@dataclass(frozen=True)
 class AveragePlan:
     """The order of the buckets for some parameters and last backwards.
 
-    ``stage_of`` has the stage of each parameter's last backward, by id; ``order`` is a hash of the
-    buckets and of the order of all trained parameters, equal on equal replicas.
+    They go by the order of the last backwards, in each against the order of the parameters. ``stage_of`` has the stage
+    of each parameter's last backward, by id; ``order`` is a hash of the buckets and of the order of all trained
+    parameters, equal on equal replicas.
     """
 
-    trained: list[nn.Parameter]
-    last: Sequence[LastBackward]
-    held_back: set[int]
-    expected: set[int]
-    buckets: list[list[nn.Parameter]]
-    stage_of: dict[int, int]
-    order: int
+    def __init__(
+        self, trained: list[nn.Parameter], last: Sequence[LastBackward], held_back: set[int], expected: set[int]
+    ) -> None:
+        self.trained, self.last, self.held_back, self.expected = trained, last, held_back, expected
+        self.stage_of = {id(p): stage for stage, parameters in last for p in parameters if id(p) not in held_back}
+        number = {stage: place for place, (stage, _) in enumerate(last)}
+        places: list[list[nn.Parameter]] = [[] for _ in range(len(last) + 1)]
+        for parameter in trained:
+            places[number.get(self.stage_of.get(id(parameter), NO_STAGE), -1)].append(parameter)
+        # Parameters that are held back wait for no others, and no others wait for them.
+        parts = [[parameter for place in places[:-1] for parameter in reversed(place)], places[-1]]
+        self.buckets = [bucket for part in parts for bucket in cut(p for p in part if id(p) in expected)]
+        index = {id(parameter): place for place, parameter in enumerate(trained)}
+        text = [[(index[id(p)], p.numel(), str(p.dtype)) for p in bucket] for bucket in self.buckets]
+        every = [index[id(p)] for part in parts for p in part]
+        self.order = zlib.crc32(repr((every, text)).encode())
 
     def is_for(
         self, trained: list[nn.Parameter], last: Sequence[LastBackward], held_back: set[int], expected: set[int]
@@ -44,22 +52,3 @@ class AveragePlan:
         return (
             same and all(map(is_, trained, self.trained)) and (held_back, expected) == (self.held_back, self.expected)
         )
-
-
-def make_plan(
-    trained: list[nn.Parameter], last: Sequence[LastBackward], held_back: set[int], expected: set[int]
-) -> AveragePlan:
-    """Make the buckets: by the order of the last backwards, in each against the order of the parameters."""
-    stage_of = {id(p): stage for stage, parameters in last for p in parameters if id(p) not in held_back}
-    number = {stage: place for place, (stage, _) in enumerate(last)}
-    places: list[list[nn.Parameter]] = [[] for _ in range(len(last) + 1)]
-    for parameter in trained:
-        places[number.get(stage_of.get(id(parameter), NO_STAGE), -1)].append(parameter)
-    # Parameters that are held back wait for no others, and no others wait for them.
-    parts = [[parameter for place in places[:-1] for parameter in reversed(place)], places[-1]]
-    made = [bucket for part in parts for bucket in cut(p for p in part if id(p) in expected)]
-    index = {id(parameter): place for place, parameter in enumerate(trained)}
-    text = [[(index[id(p)], p.numel(), str(p.dtype)) for p in bucket] for bucket in made]
-    every = [index[id(p)] for part in parts for p in part]
-    order = zlib.crc32(repr((every, text)).encode())
-    return AveragePlan(trained, last, held_back, expected, made, stage_of, order)

@@ -12,7 +12,7 @@ average of gradients and the sharded optimizer send their tensors this way.
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -33,20 +33,10 @@ T = TypeVar("T", bound=torch.Tensor)
 Memory = Callable[[torch.device, int], torch.Tensor]
 """A function of a device and a number of bytes that returns uint8 memory."""
 
+CollectiveWork = dist.Work | HostWork
+
 Hook = Callable[[torch.Tensor], object]
 """A function that may change a flat bucket, of shape (elements,), in place."""
-
-
-class CollectiveWork(Protocol):
-    """A collective in flight."""
-
-    def is_completed(self) -> bool:
-        """Return whether ``wait`` would return at once."""
-        ...
-
-    def wait(self) -> object:
-        """Block until the collective is finished."""
-        ...
 
 
 @dataclass(frozen=True)

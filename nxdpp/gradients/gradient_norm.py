@@ -64,7 +64,8 @@ def clip_grad_norm(
     if not float(max_norm) > 0:
         raise ValueError(f"max_norm must be above 0, not {max_norm!r}. float('inf') measures and does not clip.")
     trained = _trained(parameters)
-    norm = _norm_of("clip_grad_norm", trained, norm_type, zero1_optimizer, zero1_optimizer_groups, dtype)
+    _refuse_pieces(zero1_optimizer or zero1_optimizer_groups is not None)
+    norm = _norm_of("clip_grad_norm", trained, norm_type, dtype)
     if error_if_nonfinite and not norm.isfinite():
         raise RuntimeError(
             f"the norm of the gradients of the whole model is {norm.item()}. Look for the layer or the loss that is "
@@ -92,10 +93,7 @@ def get_grad_norm(
     Args:
         parameters: of this rank. One that is given twice counts once.
         norm_type: order of the norm, above 0; infinity is for the largest absolute value.
-        zero1_optimizer: the parameters are pieces of ZeRO-1, those in ``optimizer.base_optimizer.param_groups``, of
-            which each replica has different ones. The call is then collective over all ranks.
-        zero1_optimizer_groups: with ``zero1_optimizer``, the ranks with shards of one parameter: the data-parallel
-            groups, which are the default.
+        zero1_optimizer, zero1_optimizer_groups: ``False`` and ``None``: ``Zero1Optimizer`` has the norm of its pieces.
         force_spmd: NeuronX Distributed counts a gradient that all tensor ranks have in shares for ``True``, and on the
             first rank for ``False``. Both give the same norm; it is added up in float64.
 
@@ -104,11 +102,11 @@ def get_grad_norm(
         gradient in float64, as by torch, and float32 otherwise.
 
     Raises:
-        ValueError: for an invalid ``norm_type``, for sparse gradients, for ``zero1_optimizer`` with parameters that are
-            no pieces, and for ``zero1_optimizer_groups`` of other ranks or without ``zero1_optimizer``.
+        ValueError: for an invalid ``norm_type``, for sparse gradients, and for ``zero1_optimizer``.
         RuntimeError: in the debug mode, and before ``initialize_model_parallel``.
     """
-    return _norm_of("get_grad_norm", _trained(parameters), norm_type, zero1_optimizer, zero1_optimizer_groups)
+    _refuse_pieces(zero1_optimizer or zero1_optimizer_groups is not None)
+    return _norm_of("get_grad_norm", _trained(parameters), norm_type)
 
 
 def _trained(parameters: torch.Tensor | Iterable[torch.Tensor]) -> list[torch.Tensor]:
@@ -117,18 +115,21 @@ def _trained(parameters: torch.Tensor | Iterable[torch.Tensor]) -> list[torch.Te
     return list({id(each): each for each in listed if each.grad is not None}.values())
 
 
+def _refuse_pieces(is_asked: bool) -> None:
+    if is_asked:
+        raise ValueError(
+            "zero1_optimizer=True and zero1_optimizer_groups are not supported: call optimizer.gradient_norm() or "
+            "clip_gradients() of Zero1Optimizer. Give torch's error_if_nonfinite by name."
+        )
+
+
 def _norm_of(
-    caller: str,
-    trained: Sequence[torch.Tensor],
-    norm_type: float,
-    zero1_optimizer: bool,
-    zero1_optimizer_groups: Sequence[Sequence[int]] | None,
-    dtype: torch.dtype | None = None,
+    caller: str, trained: Sequence[torch.Tensor], norm_type: float, dtype: torch.dtype | None = None
 ) -> torch.Tensor:
-    order = _checked_order(norm_type)
+    order = float(norm_type)
+    if not order > 0:
+        raise ValueError(f"norm_type must be above 0 or infinity, not {norm_type!r}: 2 is the Euclidean norm.")
     parallel_state.refuse_in_debug(caller)
-    if zero1_optimizer_groups is not None:
-        _check_zero1_groups(zero1_optimizer, zero1_optimizer_groups)
     gradients = [local_rows(dense(each.grad, each, "clipped")) for each in trained if each.grad is not None]
     shares = [counted_share(each) for each in trained]
     groups = [parallel_state.get_model_parallel_group()]
@@ -138,46 +139,22 @@ def _norm_of(
         copies = dist.get_world_size(ranks)
         shares = [share if is_sharded(p) else share / copies for share, p in zip(shares, trained, strict=True)]
         groups.append(ranks)
-    if zero1_optimizer:
-        _check_pieces(trained)
-        groups.append(parallel_state.get_data_parallel_group())
     with board.call(caller), failure_watch.reported():
         return total_norm(gradients, shares, order, groups, dtype)
-
-
-def _check_pieces(trained: Sequence[torch.Tensor]) -> None:
-    for each in trained:
-        if not hasattr(each, "piece_of"):
-            raise ValueError(
-                f"zero1_optimizer=True is for pieces of ZeRO-1, the parameters in optimizer.base_optimizer."
-                f"param_groups, and a parameter of shape {list(each.shape)} is none: leave it out, or call "
-                f"optimizer.gradient_norm() or clip_gradients(). Give torch's error_if_nonfinite by name."
-            )
-
-
-def _check_zero1_groups(zero1_optimizer: bool, groups: Sequence[Sequence[int]]) -> None:
-    data_parallel = parallel_state.get_data_parallel_group(as_list=True)
-    if not zero1_optimizer or {frozenset(group) for group in groups} != {frozenset(group) for group in data_parallel}:
-        raise ValueError(
-            f"zero1_optimizer_groups={[list(group) for group in groups]} goes with zero1_optimizer=True, and has the "
-            f"data-parallel groups {data_parallel}: leave it out"
-        )
 
 
 def counted_share(parameter: torch.Tensor) -> float:
     """Return the share of the gradient of ``parameter`` that this rank adds to the norm of its replica.
 
-    Reads NxD's attributes: ``shared``, ``tensor_model_parallel`` and ``num_partitions``; of a piece of ZeRO-1 the
-    attributes of its parameter.
+    Reads NxD's attributes: ``shared``, ``tensor_model_parallel`` and ``num_partitions``.
     """
-    whole, copies = getattr(parameter, "piece_of", (parameter, 1))
-    if getattr(whole, "shared", False):
+    if getattr(parameter, "shared", False):
         return 0.0
     size = parallel_state.get_tensor_model_parallel_size()
-    if not getattr(whole, "tensor_model_parallel", False):
-        return 1 / size / copies
+    if not getattr(parameter, "tensor_model_parallel", False):
+        return 1 / size
     # Fewer partitions than ranks: several ranks hold each of them, as with kv_size_multiplier.
-    return min(1.0, getattr(whole, "num_partitions", size) / size) / copies
+    return min(1.0, getattr(parameter, "num_partitions", size) / size)
 
 
 def dtype_of_norm(gradients: Iterable[torch.Tensor]) -> torch.dtype:
@@ -238,10 +215,3 @@ def _over(groups: Sequence[ProcessGroup], value: torch.Tensor, operation: dist.R
             with Wait("norm of the gradients", group):
                 dist.all_reduce(value, operation, group)
     return from_wire(value, device)
-
-
-def _checked_order(norm_type: float) -> float:
-    order = float(norm_type)
-    if not order > 0:
-        raise ValueError(f"norm_type must be above 0 or infinity, not {norm_type!r}: 2 is the Euclidean norm.")
-    return order

@@ -153,7 +153,11 @@ class OptimizerAgreement:
         facts, clipping = self._facts(), self.clipping
         own = _RankOptimizers(dist.get_rank(), stage, self.rounds, facts, clipping, is_trained, dtype, is_sure)
         with failure_watch.reported():
-            return Exchange(*_groups()).gather(own)
+            return Exchange(
+                parallel_state.get_pipeline_control_group(),
+                parallel_state.get_data_parallel_control_group(),
+                parallel_state.get_tensor_control_group(),
+            ).gather(own)
 
     def _alive(self) -> list[Optimizer]:
         return [optimizer for reference in self._known if (optimizer := reference()) is not None]
@@ -185,14 +189,6 @@ class OptimizerAgreement:
             defaults = _options(getattr(optimizer, "defaults", {}))
             facts.append(_OptimizerFacts(kind, defaults, list(zip(first, now, strict=False))))
         return facts
-
-
-def _groups() -> list[dist.ProcessGroup]:
-    return [
-        parallel_state.get_pipeline_control_group(),
-        parallel_state.get_data_parallel_control_group(),
-        parallel_state.get_tensor_control_group(),
-    ]
 
 
 def _options(given: Mapping[str, Any]) -> Options:

@@ -32,7 +32,7 @@ from torch.utils.hooks import RemovableHandle
 
 from nxdpp.devices.kinds import device_of, has_own_memory
 from nxdpp.gradients.average import combine, gradients_of_any_rank, largest_flags, start
-from nxdpp.gradients.average_plan import NO_STAGE, AveragePlan, LastBackward, make_plan
+from nxdpp.gradients.average_plan import NO_STAGE, AveragePlan, LastBackward
 from nxdpp.gradients.buckets import Combination, FlatMemory, SentBucket, cut
 from nxdpp.gradients.gradient_dtype import dense, zero_gradient
 from nxdpp.ranks.faults.board import board
@@ -119,7 +119,7 @@ class OverlappedAverage:
             return
         held_ids = set(map(id, held_back))
         if self._plan is None or not self._plan.is_for(self._trained, last, held_ids, self._expected):
-            self._plan = make_plan(self._trained, last, held_ids, self._expected)
+            self._plan = AveragePlan(self._trained, last, held_ids, self._expected)
         self._buckets = [_Bucket(bucket, {id(parameter) for parameter in bucket}) for bucket in self._plan.buckets]
         self._of_parameter = {id(p): bucket for bucket in self._buckets for p in bucket.parameters}
         # A message within a backward would end the graph that a lazy device records.
@@ -197,7 +197,7 @@ class OverlappedAverage:
             yield from cut(gradients_of_any_rank(expected, [1] * len(expected)))
             return
         if self._expected != self._plan.expected:
-            self._plan = make_plan(self._trained, self._plan.last, self._plan.held_back, self._expected)
+            self._plan = AveragePlan(self._trained, self._plan.last, self._plan.held_back, self._expected)
         for bucket in self._plan.buckets:
             unsent = [parameter for parameter in bucket if id(parameter) not in sent_ids]
             if unsent:

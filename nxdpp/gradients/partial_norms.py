@@ -42,7 +42,9 @@ def refuse_partial_norms(of_models: Parameters) -> None:
 
 
 def _check(gradients: Sequence[torch.Tensor]) -> None:
-    ranks = _ranks_of_a_model()
+    if not parallel_state.model_parallel_is_initialized():
+        return
+    ranks = parallel_state.get_pipeline_model_parallel_size() * parallel_state.get_tensor_model_parallel_size()
     if ranks == 1:
         return
     measured = set(map(id, gradients))
@@ -53,9 +55,3 @@ def _check(gradients: Sequence[torch.Tensor]) -> None:
             f"{ranks} ranks, and each would scale its own part by a different factor. Call "
             "model.clip_grad_norm_(max_norm) on every rank; with max_norm=float('inf') it only measures."
         )
-
-
-def _ranks_of_a_model() -> int:
-    if not parallel_state.model_parallel_is_initialized():
-        return 1
-    return parallel_state.get_pipeline_model_parallel_size() * parallel_state.get_tensor_model_parallel_size()

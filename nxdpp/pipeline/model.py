@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from nxdpp.agreement.exchange import ReplicaExchanges
-from nxdpp.gradients.average_checks import OptimizerCheck, check_optimizers
+from nxdpp.gradients.average_checks import check_optimizers
 
 # ``import nxdpp`` takes it from here.
 from nxdpp.gradients.grad_scaler import GradScaler as GradScaler
@@ -226,7 +226,7 @@ class NxDPPModel(_Constructor[OnEveryRank, PerMicrobatch], LocalView):
         self.steps = Steps(config, partition, schedule, self.part, programs, normalization, exchanges)
         self.local_module = self.part.module
         self._show(config, options.layer_classes, options.cut_modules)
-        self._optimizer_check: OptimizerCheck | None = None
+        self._checks_optimizers = False
         # The whole model is no submodule: this rank holds only a part of it.
         self.__dict__["original_module"] = module
         if self.part.initial.is_made_at_once:
@@ -432,9 +432,9 @@ class NxDPPModel(_Constructor[OnEveryRank, PerMicrobatch], LocalView):
     def _return_loss(
         self, losses: list[torch.Tensor], train: bool = True, everywhere: bool = False
     ) -> torch.Tensor | list[torch.Tensor] | None:
-        if train and self._optimizer_check is None and not self.steps.replicas.is_averaged:
-            parameters = dict(self.local_named_parameters())
-            self._optimizer_check = check_optimizers(parameters, self.use_zero1_optimizer, ref(self.steps.replicas))
+        if train and not self._checks_optimizers and not self.steps.replicas.is_averaged:
+            self._checks_optimizers = True
+            check_optimizers(dict(self.local_named_parameters()), self.use_zero1_optimizer, ref(self.steps.replicas))
         if not self.holds_last_stage and not self.broadcast_and_average_loss and not everywhere:
             return None
         if self.return_mb_loss:

@@ -24,8 +24,8 @@ from nxdpp.agreement.tensor_ranks import verify_tensor_ranks
 from nxdpp.devices.device import Compilations
 from nxdpp.devices.kinds import device_of
 from nxdpp.gradients.autocast import check_autocast
+from nxdpp.gradients.average import mean_loss
 from nxdpp.gradients.gradient_norm import clip_grad_norm, dtype_of_norm
-from nxdpp.gradients.mean_loss import mean_loss
 from nxdpp.gradients.replica_gradients import ReplicaGradients
 from nxdpp.gradients.shards.rank_shards import RankShards
 from nxdpp.pipeline.batch import Batch, Batches

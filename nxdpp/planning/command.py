@@ -1,7 +1,6 @@
 """``python -m nxdpp plan``: the prediction of a given layout, or with ``--devices`` the best layouts of a job."""
 
 import argparse
-import json
 import sys
 from pathlib import Path
 
@@ -35,9 +34,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     for flag, text in _NUMBERS.items():
         parser.add_argument(flag, type=whole_number, metavar="N", help=text)
     parser.add_argument(
-        "--schedule",
-        metavar="NAME",
-        help=f"{', '.join(FAMILIES)} (1f1b; interleaved with several stages per rank)",
+        "--schedule", metavar="NAME", help=f"{', '.join(FAMILIES)} (1f1b; interleaved with several stages per rank)"
     )
     parser.add_argument(
         "--device", choices=(CUDA, *DEVICES), default=CUDA, help="device of the ranks; cuda is h100 (cuda)"
@@ -57,7 +54,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     )
     parser.add_argument("--details", action="store_true", help="also print the other figures, in tables of their own")
     parser.add_argument(
-        "--json", action="store_true", help="print all numbers as one JSON document, in bytes and seconds"
+        "--json", action="store_true", help="print the plan with all numbers as one JSON document, in bytes and seconds"
     )
     _add_machine(parser)
     parser.set_defaults(run=run)
@@ -100,14 +97,12 @@ def run(options: argparse.Namespace) -> None:
 
     Raises ``ValueError`` for options that do not fit together, before torch is imported, and where no layout fits.
     """
-    if options.json and options.details:
-        raise ValueError("--json has all figures: leave --details out.")
     arguments = plan_arguments(options)
     configuration_file(options.config)
     from nxdpp.planning.configured_model import parts_without_inputs, read_configuration
     from nxdpp.planning.dtypes import dtype_named, name_of
     from nxdpp.planning.planner import plan
-    from nxdpp.planning.written.plan_table import as_json, show
+    from nxdpp.planning.written.plan_table import show
     from nxdpp.planning.written.program import program
 
     config = read_configuration(options.config)
@@ -116,7 +111,7 @@ def run(options: argparse.Namespace) -> None:
     notes = [*parts_without_inputs(config, found.sample), *([found.note] if found.note else [])]
     source = program(found, str(options.config.resolve()))
     if options.json:
-        print(json.dumps(as_json(found, named, source), indent=1))
+        print(found.to_json())
         for note in notes:
             print(f"nxdpp plan: {note}", file=sys.stderr)
     else:

@@ -25,7 +25,6 @@ _ENCODES_AND_DECODES = ("sequence-to-sequence LM", "speech recognition")
 # Configurations of parts that tokens do not run begin with these.
 _OTHER_INPUTS = ("vision", "audio")
 _DEFAULT_LENGTH = 2048
-_DEFAULT_SAMPLES = 160_000  # ten seconds of 16 kHz
 
 
 def read_configuration(path: Path) -> PreTrainedConfig:
@@ -70,41 +69,31 @@ def build_on_meta(config: PreTrainedConfig, dtype: torch.dtype | None = None) ->
 def microbatch_on_meta(model: PreTrainedModel, size: int, length: int | None) -> dict[str, torch.Tensor]:
     """Return inputs and labels of ``size`` samples ``B`` without data.
 
-    Shapes: tokens ``(B, T)``, waveforms ``(B, samples)``, images ``(B, C, height, width)``, spectrograms
-    ``(B, frames, bins)``, and with a decoder ``(B, bins, frames)``.
+    Shapes: tokens ``(B, T)``, images ``(B, C, height, width)``.
 
     Args:
         model: the model.
         size: number of samples.
-        length: number of tokens, by default 2048 or all positions, or of samples of a waveform, by default 160,000.
-            Images and spectrograms have the configuration's size.
+        length: number of tokens, by default 2048 or all positions. Images have the configuration's size.
 
     Raises:
         ValueError: for a length beyond the positions of the model, and for a model with other kinds of inputs.
     """
     config, name = model.config, str(model.main_input_name)
     if name == "input_ids":
-        length = _length(config, "max_position_embeddings", length)
+        length = _length(config, length)
         return {name: _tokens(size, length), "labels": _tokens(size, length)}
-    if name == "input_features" and config.is_encoder_decoder and hasattr(config, "num_mel_bins"):
-        # The encoder makes one position of two frames.
-        frames = _floats(model, size, config.num_mel_bins, 2 * config.max_source_positions)
-        return {name: frames, "labels": _tokens(size, _length(config, "max_target_positions", length))}
-    if name == "input_values" and not hasattr(config, "num_mel_bins"):
-        return {name: _floats(model, size, length or _DEFAULT_SAMPLES), "labels": _tokens(size)}
-    if name not in ("pixel_values", "input_values"):
+    if name != "pixel_values":
         raise ValueError(
-            f"{type(model).__name__} takes {name}; plans support models of tokens (input_ids), of images "
-            f"(pixel_values), of waveforms or spectrograms (input_values), and of spectrograms with an encoder, a "
-            f"decoder and num_mel_bins (input_features)."
+            f"{type(model).__name__} takes {name}; plans of a configuration are of models of tokens (input_ids) and of "
+            f"images (pixel_values). Give the model and inputs= to nxdpp.plan."
         )
     if length is not None:
         raise ValueError(f"{type(model).__name__} takes {name} of the configuration's size. Leave --seq-length out.")
-    if name == "input_values":
-        return {name: _floats(model, size, config.max_length, config.num_mel_bins), "labels": _tokens(size)}
     sides = getattr(config, "image_size", None) or 224
     height, width = (sides, sides) if isinstance(sides, int) else sides
-    return {name: _floats(model, size, getattr(config, "num_channels", 3), height, width), "labels": _tokens(size)}
+    shape = (size, getattr(config, "num_channels", 3), height, width)
+    return {name: torch.empty(shape, dtype=model.dtype, device="meta"), "labels": _tokens(size)}
 
 
 def parts_without_inputs(config: PreTrainedConfig, inputs: Collection[str]) -> list[str]:
@@ -119,17 +108,13 @@ def parts_without_inputs(config: PreTrainedConfig, inputs: Collection[str]) -> l
     ]
 
 
-def _length(config: PreTrainedConfig, positions: str, length: int | None) -> int:
-    given = getattr(config.get_text_config(), positions, None) or 0
+def _length(config: PreTrainedConfig, length: int | None) -> int:
+    given = getattr(config.get_text_config(), "max_position_embeddings", None) or 0
     # XLNet has -1 for any number.
     most: int = given if given > 0 else length or _DEFAULT_LENGTH
     if length is not None and length > most:
-        raise ValueError(f"a sequence length of {length} is more than {positions}={most}.")
+        raise ValueError(f"a sequence length of {length} is more than max_position_embeddings={most}.")
     return min(_DEFAULT_LENGTH, most) if length is None else length
-
-
-def _floats(model: PreTrainedModel, *shape: int) -> torch.Tensor:
-    return torch.empty(shape, dtype=model.dtype, device="meta")
 
 
 def _tokens(*shape: int) -> torch.Tensor:

@@ -4,7 +4,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass, fields, replace
 from typing import Any
 
-import torch
 from torch import fx, nn
 
 from nxdpp.pipeline.partition.layer_costs import (
@@ -167,11 +166,7 @@ class TiedState:
 
 
 def counted_layers(
-    traced: TracedGraph,
-    root: nn.Module,
-    costs: Mapping[fx.Node, NodeCost],
-    speed: float,
-    link: Link,
+    traced: TracedGraph, root: nn.Module, costs: Mapping[fx.Node, NodeCost], speed: float, link: Link
 ) -> tuple[list[LayerTimes], list[TiedState]]:
     """Return the layers and the head, and the parameters that several of them have.
 
@@ -193,7 +188,8 @@ def counted_layers(
     for index, name in enumerate(names):
         nodes = by_layer[index]
         held_here = {parameter: parameters[parameter] for parameter, held in owners.items() if index in held}
-        unit = weight_bytes(each for key, each in held_here.items() if key.startswith(f"{name}."))
+        state = PlannedState.of(held_here.values())
+        unit = state_bytes(each for key, each in held_here.items() if key.startswith(f"{name}.")).weights
         parts = [costs[node].parts or NodeParts() for node in nodes]
         held = activation_bytes(nodes, costs, traced, shared)
         forward_peak, backward_peak = _peaks(nodes, costs, parts)
@@ -220,12 +216,12 @@ def counted_layers(
                 backward_extra=max(backward_peak - held, 0.0),
                 sent=sent,
                 passed=_sent_bytes(earlier, assigned, costs, index),
-                state=PlannedState.of(held_here.values()),
-                largest=max(map(_bytes, held_here.values()), default=0),
+                state=state,
+                largest=max((each.nbytes for each in held_here.values()), default=0),
                 unit=unit,
-                rest=weight_bytes(held_here.values()) - unit,
+                rest=state.weights - unit,
                 copied=sum(
-                    _bytes(each) for each in held_here.values() if each.requires_grad and _bytes(each) < BUCKET_BYTES
+                    each.nbytes for each in held_here.values() if each.requires_grad and each.nbytes < BUCKET_BYTES
                 ),
                 cast=sum(costs[node].cast_bytes for node in nodes),
                 is_layer=name in traced.layers,
@@ -245,15 +241,6 @@ def _tied(parameters: Mapping[str, nn.Parameter], owners: Mapping[str, set[int]]
         for identity, layers in held.items()
         if len(layers) > 1
     ]
-
-
-def weight_bytes(parameters: Iterable[nn.Parameter]) -> int:
-    """Return the bytes of ``parameters``, each once."""
-    return state_bytes(parameters).weights
-
-
-def _bytes(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
 
 
 def _peaks(

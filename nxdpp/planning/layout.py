@@ -1,16 +1,10 @@
 """Layout of a job over its devices: sizes of the dimensions, the schedule, and switches. No torch is imported here."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
-
-from nxdpp.counted import counted
-
-if TYPE_CHECKING:
-    import torch
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from itertools import product
 
+from nxdpp.counted import counted
 from nxdpp.schedules.families.registry import FAMILIES, find_family
 
 ZERO_STAGES = (0, 1, 2, 3)
@@ -22,43 +16,6 @@ def check_zero(zero: int) -> None:
     """Raise ``ValueError`` for any but a stage of ZeRO."""
     if isinstance(zero, bool) or zero not in ZERO_STAGES:
         raise ValueError(f"zero={zero!r} must be one of {', '.join(map(str, ZERO_STAGES))}, a stage of ZeRO.")
-
-
-@dataclass(frozen=True)
-class Dimensions:
-    """Sizes of the dimensions other than the pipeline.
-
-    Attributes:
-        tensor: number of ranks that share each layer.
-        data: number of replicas.
-        zero: stage of ZeRO: the replicas share the optimizer state (1), and parameters with it, gathered once a step
-            (2) or for each microbatch (3).
-        sequence: the tensor group divides the sequence between its linear layers (sequence parallelism).
-
-    Raises ``ValueError`` for a sequence that one rank would divide, and for a stage that ZeRO does not have.
-    """
-
-    tensor: int = 1
-    data: int = 1
-    zero: int = 0
-    sequence: bool = False
-
-    def __post_init__(self) -> None:
-        check_zero(self.zero)
-        if self.sequence and self.tensor == 1:
-            raise ValueError(
-                "sequence parallelism divides the sequence over the ranks of a tensor group, and the tensor-parallel "
-                "size is 1: add --tensor-parallel-size, or leave --sequence-parallel out."
-            )
-
-    def check_length(self, inputs: "Mapping[str, torch.Tensor]") -> None:
-        """Raise ``ValueError`` for tokens ``(B, T)`` whose length the tensor group cannot divide."""
-        tokens = inputs.get("input_ids")
-        if self.sequence and tokens is not None and tokens.shape[1] % self.tensor:
-            raise ValueError(
-                f"a sequence of {tokens.shape[1]} tokens does not divide over {self.tensor} tensor-parallel ranks: "
-                f"give --seq-length a multiple of {self.tensor}, or leave --sequence-parallel out."
-            )
 
 
 # More stages per rank hardly make a bubble smaller, and each has messages of its own.
@@ -104,11 +61,6 @@ class Layout:
         return self.pipeline * self.chunks
 
     @property
-    def dimensions(self) -> Dimensions:
-        """Sizes of the dimensions other than the pipeline."""
-        return Dimensions(self.tensor, self.data, self.zero, self.sequence)
-
-    @property
     def is_sharded(self) -> bool:
         """True if the replicas share the parameters."""
         return self.zero >= SHARDED
@@ -127,10 +79,21 @@ class Layout:
         return global_batch // each
 
     def check(self) -> None:
-        """Raise ``ValueError`` for a schedule that does not exist or does not have these chunks, or a stage of ZeRO."""
+        """Raise ``ValueError`` for a schedule that does not exist or does not have these chunks, or for a switch.
+
+        ZeRO does not have such a stage or needs replicas, or sequence parallelism needs a tensor group.
+        """
         check_zero(self.zero)
         if self.is_sharded and self.data == 1:
-            raise ValueError(f"ZeRO-{self.zero} shares parameters among replicas, and there is one: give data > 1.")
+            raise ValueError(
+                f"ZeRO-{self.zero} shares parameters among replicas, and there is one: add --data-parallel-size, "
+                "or give data > 1."
+            )
+        if self.sequence and self.tensor == 1:
+            raise ValueError(
+                "sequence parallelism divides the sequence over the ranks of a tensor group, and the tensor-parallel "
+                "size is 1: add --tensor-parallel-size, or leave --sequence-parallel out."
+            )
         find_family(self.schedule).placement(self.pipeline, self.chunks)
 
 

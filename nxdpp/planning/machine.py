@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from nxdpp.counted import counted
+from nxdpp.counted import check_whole, counted
 from nxdpp.devices import CUDA
 from nxdpp.devices.collective_bytes import Kind
 
@@ -77,9 +77,6 @@ class DeviceSpeed:
         return found if bandwidth is None else replace(found, memory_bandwidth=bandwidth * _MEMORY_SHARE)
 
 
-# The name of the argument's type in programs.
-Device = DeviceSpeed
-
 # Peaks are from the vendor's data sheets, for dense products of 16 and 32 bits (TF32 off), SXM modules; a TPU has one
 # peak, as XLA multiplies float32 in parts of 16 bits. The share that products of 8192 x 8192 reach, and the seconds of
 # a kernel, are usual figures, not measured here.
@@ -119,9 +116,7 @@ class Machine:
 
     def __post_init__(self) -> None:
         for name in ("devices", "memory", "hosts"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name}={value!r} must be a whole number of at least 1.")
+            check_whole(name, getattr(self, name))
         if self.devices % self.hosts:
             raise ValueError(
                 f"{counted(self.devices, 'device does', 'devices do')} not divide over {counted(self.hosts, 'host')}: "
@@ -161,5 +156,4 @@ class Job:
     inputs: Callable[[int], Mapping[str, Any]]
 
     def __post_init__(self) -> None:
-        if isinstance(self.global_batch, bool) or not isinstance(self.global_batch, int) or self.global_batch < 1:
-            raise ValueError(f"global_batch={self.global_batch!r} must be a whole number of at least 1.")
+        check_whole("global_batch", self.global_batch)

@@ -6,8 +6,9 @@ is counted for one sample, and each of its terms grows as the whole model's does
 """
 
 import copy
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import cached_property
 from typing import Any, TypeVar
@@ -17,13 +18,12 @@ from torch import fx, nn
 
 from nxdpp.devices import CUDA
 from nxdpp.pipeline.partition.layer_costs import layers_and_head, shared_bytes, shared_names
-from nxdpp.planning.dimensions import divided
 from nxdpp.planning.dtypes import dtype_of
 from nxdpp.planning.layer_times import CountedModel, LayerTimes, counted_layers
-from nxdpp.planning.layout import Dimensions
 from nxdpp.planning.machine import Job, Machine
 from nxdpp.planning.measured.kept_machine import KeptMachine
 from nxdpp.planning.stage_costs import Itemsizes
+from nxdpp.ranks import parallel_state
 from nxdpp.tensor.collectives import nothing_sent
 from nxdpp.tracing.costs.count import NodeCost, count_costs
 from nxdpp.tracing.costs.cuda_modes import CudaAutocast, CudaKernels
@@ -138,7 +138,7 @@ class ModelCosts:
     def _count(self, tensor: int, sequence: bool, microbatch: int, is_measured: bool = True) -> CountedModel:
         key = (tensor, sequence, microbatch)
         if key not in self._counted:
-            self._counted[key] = self._counted_now(Dimensions(tensor, sequence=sequence), microbatch)
+            self._counted[key] = self._counted_now(*key)
         found = self._counted[key]
         if self._measured is None or not is_measured:
             return found
@@ -148,19 +148,24 @@ class ModelCosts:
         layers = zip(found.layers, self._factors[measured], strict=True)
         return replace(found, layers=[layer.slower(*by) for layer, by in layers])
 
-    def _counted_now(self, sizes: Dimensions, microbatch: int) -> CountedModel:
+    def _counted_now(self, tensor: int, sequence: bool, microbatch: int) -> CountedModel:
         inputs = self.job.inputs(microbatch)
         opened = open_inputs(inputs, all_kinds=True)
         batch = {name: value for name, value in opened.items() if not isinstance(value, InputDict)}
-        sizes.check_length(batch)
+        tokens = batch.get("input_ids")
+        if sequence and tokens is not None and tokens.shape[1] % tensor:
+            raise ValueError(
+                f"a sequence of {tokens.shape[1]} tokens does not divide over {tensor} tensor-parallel ranks: give "
+                f"--seq-length a multiple of {tensor}, or leave --sequence-parallel out."
+            )
         device = self.machine.device
         computed = self.autocast or self.dtype
         speed = device.flops(computed)
         how = CountedParts(device.balance(computed), device.operation_seconds * speed)
-        model = on_meta(self._model) if sizes.tensor > 1 else self._model
+        model = on_meta(self._model) if tensor > 1 else self._model
         # Modules of a divided model are of classes derived from these.
         given = None if self._layer_cls is None else find_layer_classes(model, self._layer_cls)
-        with divided(model, sizes, self._tensor_plan):
+        with _divided(model, tensor, sequence, self._tensor_plan):
             options = TracingOptions(given or find_layer_classes(model, None))
             traced = trace_for(model, inputs, options)
             lists: AbstractContextManager[Any] = nullcontext()
@@ -172,12 +177,12 @@ class ModelCosts:
             kept = self._measured
             if kept is not None and microbatch <= _MEASURED:
                 counted = [round(costs[node].work) for node in traced.graph.nodes if node in costs]
-                self._factors[sizes.tensor, sizes.sequence, microbatch] = kept.factors(
-                    (type(model).__name__, computed, sizes, microbatch, counted),
+                self._factors[tensor, sequence, microbatch] = kept.factors(
+                    (type(model).__name__, computed, tensor, sequence, microbatch, counted),
                     lambda where: self._quotients(traced, model, batch, costs, speed, where, kept.clock),
                 )
-        link = self.machine.link_of(sizes.tensor, 1)
-        if sizes.sequence:
+        link = self.machine.link_of(tensor, 1)
+        if sequence:
             scatter, gather = link.rate("reduce_scatter"), link.rate("all_gather")
             link = replace(link, bytes_per_second=2 * scatter * gather / (scatter + gather))
         layers, tied = counted_layers(traced, model, costs, speed, link)
@@ -213,13 +218,31 @@ class ModelCosts:
         ]
 
 
+@contextmanager
+def _divided(model: nn.Module, tensor: int, sequence: bool, plan: Mapping[str, str] | None) -> Iterator[None]:
+    """Divide ``model`` over ``tensor`` ranks, and act as the first of them meanwhile; no process is needed.
+
+    ``tensor_parallelize`` divides it, by its ``plan`` if one is given. Raises ``ValueError`` for a model that
+    it refuses.
+    """
+    if tensor == 1:
+        yield
+        return
+    from nxdpp.tensor.models.parallelize import tensor_parallelize
+
+    parallel_state.initialize_debug(tensor_model_parallel_size=tensor)
+    try:
+        with warnings.catch_warnings():
+            if plan is not None:
+                warnings.simplefilter("ignore")  # the run of the plan compares it
+            tensor_parallelize(model, plan, sequence_parallel=sequence)
+        yield
+    finally:
+        parallel_state.destroy_model_parallel()
+
+
 def _grown(one: CountedModel, layers: list[LayerTimes], shared: float) -> CountedModel:
-    return replace(
-        one,
-        layers=layers,
-        shared=one.shared * shared,
-        shared_forward=one.shared_forward * shared,
-    )
+    return replace(one, layers=layers, shared=one.shared * shared, shared_forward=one.shared_forward * shared)
 
 
 def on_meta(model: M) -> M:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from nxdpp.counted import check_whole
 from nxdpp.devices import CUDA
 from nxdpp.planning.layout import Layout
 from nxdpp.planning.text_table import flops_of, rate_of, size_of
@@ -42,13 +43,15 @@ def plan_arguments(options: argparse.Namespace) -> dict[str, Any]:
             rate_of(getattr(options, name), name)
     if options.peak is not None:
         flops_of(options.peak, "peak")
+    if options.dtype not in (None, *DTYPES):
+        raise ValueError(f"dtype={options.dtype!r} is no floating dtype of a model: choose one of {', '.join(DTYPES)}.")
     if options.write is not None and options.write.suffix not in (".py", ".json"):
         raise ValueError(f"--write {options.write}: name a .py file for a program, or a .json file for the plan.")
     passed = {name: getattr(options, name) for name in _PASSED if getattr(options, name) is not None}
     return {
         "seq_length": options.seq_length,
         "device": "h100" if options.device == CUDA else options.device,
-        "dtype": checked_dtype(options.dtype),
+        "dtype": options.dtype,
         "costs": "measured" if options.measure else "counted",
         **passed,
         **found,
@@ -62,9 +65,8 @@ def _search(options: argparse.Namespace) -> dict[str, Any]:
     if given := [name for name in _OF_LAYOUT if getattr(options, name) is not None]:
         raise ValueError(f"{_flags(given)}: the search chooses it. Leave it out with --devices.")
     for name in ("devices", "hosts", "global_batch", "best"):
-        value = getattr(options, name)
-        if value is not None and value < 1:
-            raise ValueError(f"{name}={value} must be a whole number of at least 1.")
+        if getattr(options, name) is not None:
+            check_whole(name, getattr(options, name))
     if options.schedule is not None:
         find_family(options.schedule)
     fixed = {field: getattr(options, name) for name, field in _FIELDS.items() if getattr(options, name) is not None}
@@ -90,23 +92,13 @@ def _layout(options: argparse.Namespace) -> dict[str, Any]:
     fields.setdefault("schedule", "1f1b" if fields.get("chunks", 1) == 1 else "interleaved")
     fields["chunks"] = find_family(fields["schedule"]).placement(fields["pipeline"], fields.get("chunks")).chunks
     layout = Layout(microbatch=batch // microbatches, **fields)
-    if layout.is_sharded and layout.data == 1:
-        raise ValueError(f"--zero {layout.zero} shares parameters among replicas: add --data-parallel-size.")
-    _ = layout.dimensions  # raises where the sequence has no tensor group
-    memory = options.device_memory or _UNLIMITED
+    layout.check()
     return {
         "devices": layout.devices,
-        "device_memory": memory,
+        "device_memory": options.device_memory or _UNLIMITED,
         "global_batch": batch * layout.data,
         "layouts": [layout],
     }
-
-
-def checked_dtype(name: str | None) -> str | None:
-    """Return ``name``. Raises ``ValueError`` for a dtype that no model is made of."""
-    if name is not None and name not in DTYPES:
-        raise ValueError(f"dtype={name!r} is no floating dtype of a model: choose one of {', '.join(DTYPES)}.")
-    return name
 
 
 def _flags(names: Sequence[str]) -> str:

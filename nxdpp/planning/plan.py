@@ -22,6 +22,8 @@ from nxdpp.ranks import parallel_state
 from nxdpp.tensor.models.parallelize import tensor_parallelize
 
 _VERSION = 3
+# Figures of a layout that its document has beside its fields.
+_FIGURES = ("step_seconds", "peak_bytes", "bubble", "limited_by")
 # Arguments of ``NxDPPModel`` that a plan chooses, if only by their defaults.
 _CHOSEN = frozenset(
     {
@@ -120,14 +122,6 @@ class Plan:
     def layout(self) -> Layout:
         """The layout with the shortest step."""
         return self.first.layout
-
-    def sizes(self) -> dict[str, int]:
-        """Return the arguments of ``parallel_state.initialize_model_parallel`` that differ from their defaults."""
-        given = {
-            "tensor_model_parallel_size": self.layout.tensor,
-            "pipeline_model_parallel_size": self.layout.pipeline,
-        }
-        return {name: size for name, size in given.items() if size > 1}
 
     def arguments(self) -> dict[str, Any]:
         """Return the arguments of ``NxDPPModel``."""
@@ -232,7 +226,9 @@ class Plan:
 
     def initialization(self) -> str:
         """Return the line that divides the ranks."""
-        return call("parallel_state.initialize_model_parallel", [], self.sizes())
+        sizes = {"tensor_model_parallel_size": self.layout.tensor, "pipeline_model_parallel_size": self.layout.pipeline}
+        given = {name: size for name, size in sizes.items() if size > 1}
+        return call("parallel_state.initialize_model_parallel", [], given)
 
     def wrapping(self) -> tuple[list[str], list[str], list[str]]:
         """Return lines of imports, names of ``nxdpp``, and lines that wrap ``model`` and make its optimizer."""
@@ -266,8 +262,9 @@ class Plan:
         return imports, names, lines
 
     def to_json(self) -> str:
-        """Return the plan as JSON."""
-        return json.dumps({"version": _VERSION, **asdict(self)}, indent=1)
+        """Return the plan as JSON, with the figures of each layout. docs/planner.md lists the keys."""
+        best = [asdict(each) | {name: getattr(each, name) for name in _FIGURES} for each in self.best]
+        return json.dumps({"version": _VERSION, **asdict(self), "best": best}, indent=1)
 
     @classmethod
     def from_json(cls, text: str) -> "Plan":

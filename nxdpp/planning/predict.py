@@ -9,15 +9,7 @@ from nxdpp.planning.layout import SHARDED, Layout
 from nxdpp.planning.model_costs import ModelCosts
 from nxdpp.planning.rank_memory import RankMemory, activation_peak, rank_memory, stage_bytes
 from nxdpp.planning.replica_collectives import ReplicaCollectives
-from nxdpp.planning.stage_costs import (
-    Itemsizes,
-    RankState,
-    StageCosts,
-    largest_sent,
-    rank_state,
-    stage_costs,
-    stage_ends,
-)
+from nxdpp.planning.stage_costs import RankState, StageCosts, largest_sent, rank_state, stage_costs, stage_ends
 from nxdpp.planning.step_times import RankTimes, built, split_share, step_times
 from nxdpp.schedules.families.registry import find_family
 
@@ -135,12 +127,17 @@ def predict(
     stages = stage_costs(model, ends, layout.checkpoint, machine.device.action_seconds)
     states, of_stages = states_of(costs, layout, stages)
     sizes, kind, message = costs.itemsizes, machine.device.kind, largest_sent(stages)
+    placement = find_family(layout.schedule).placement(layout.pipeline, layout.chunks)
+    of_stage = [stage_bytes(layout, state, sizes, has_streams(kind)) for state in of_stages]
 
     def times_of(count: int) -> list[RankTimes]:
         return step_times(machine, layout, count, stages, states, of_stages, sizes)
 
     def peaks_of(count: int) -> list[float]:
-        return activation_peaks(layout, count, stages, of_stages, sizes, has_streams(kind))
+        """The peak of each rank's activations and temporary tensors, beyond its lasting gradients."""
+        schedule = built(layout.schedule, layout.pipeline, count, layout.chunks)
+        parts = [{stage: of_stage[stage] for stage in placement.stages_of(rank)} for rank in range(layout.pipeline)]
+        return [activation_peak(actions, stages, part) for actions, part in zip(schedule, parts, strict=True)]
 
     few, more = _simulated_counts(layout, microbatches) if shorten else (microbatches, microbatches)
     share = 0.0 if more == microbatches else (microbatches - more) / (more - few)
@@ -168,27 +165,6 @@ def _simulated_counts(layout: Layout, microbatches: int) -> tuple[int, int]:
     ranks = layout.pipeline
     more = 6 * ranks + microbatches % ranks
     return (more - ranks, more) if more < microbatches else (microbatches, microbatches)
-
-
-def activation_peaks(
-    layout: Layout,
-    microbatches: int,
-    stages: Sequence[StageCosts],
-    of_stages: Sequence[RankState],
-    sizes: Itemsizes,
-    on_cuda: bool,
-) -> list[float]:
-    """Return the peak of each rank's activations and temporary tensors, beyond its lasting gradients."""
-    schedule = built(layout.schedule, layout.pipeline, microbatches, layout.chunks)
-    placement = find_family(layout.schedule).placement(layout.pipeline, layout.chunks)
-    return [
-        activation_peak(
-            actions,
-            stages,
-            {stage: stage_bytes(layout, of_stages[stage], sizes, on_cuda) for stage in placement.stages_of(rank)},
-        )
-        for rank, actions in enumerate(schedule)
-    ]
 
 
 def states_of(

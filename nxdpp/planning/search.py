@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, fields, replace
 from itertools import count
 from typing import Any, Literal
 
-from nxdpp.counted import counted
+from nxdpp.counted import check_whole, counted
 from nxdpp.planning.bounds import Bounds, LowerBounds
 from nxdpp.planning.dtypes import name_of
 from nxdpp.planning.layout import SHARDED, Layout, check_zero, describe, divisors, groups_of, schedules_of
@@ -34,14 +34,12 @@ class Found:
 
     Attributes:
         best: predictions, the shortest step first.
-        groups: number of groups of layouts that were bounded.
         predicted: number of layouts that were predicted.
         too_large: number of layouts, or groups, that need more memory than a device has.
         refused: tensor-parallel sizes that the model refuses, with the reasons.
     """
 
     best: list[Prediction] = field(default_factory=list)
-    groups: int = 0
     predicted: int = 0
     too_large: int = 0
     refused: dict[int, str] = field(default_factory=dict)
@@ -65,7 +63,7 @@ def search(costs: ModelCosts, fixed: Mapping[str, Any] | None = None, best: int 
         raise ValueError(f"fixed names {', '.join(unknown)}, but a layout has {', '.join(sorted(known))}.")
     if "schedule" in fixed:
         find_family(fixed["schedule"])
-    _check_best(best)
+    check_whole("best", best)
     if "zero" in fixed:
         check_zero(fixed["zero"])
         _check_zeros(costs, [fixed["zero"]])
@@ -85,7 +83,7 @@ def rank_layouts(costs: ModelCosts, layouts: Sequence[Layout], best: int = 10) -
 
     Raises ``ValueError`` where none of them fits, and where their optimizers have different precisions.
     """
-    _check_best(best)
+    check_whole("best", best)
     if not layouts:
         raise ValueError("layouts is empty: give at least one Layout, or leave it out to search.")
     if costs.has_half_parameters and len({layout.zero > 0 for layout in layouts}) > 1:
@@ -94,7 +92,7 @@ def rank_layouts(costs: ModelCosts, layouts: Sequence[Layout], best: int = 10) -
             f"give zero to all layouts or to none."
         )
     _check_zeros(costs, [layout.zero for layout in layouts])
-    found = Found(groups=len(layouts), predicted=len(layouts))
+    found = Found(predicted=len(layouts))
     predictions = [predict(costs, layout) for layout in layouts]
     fitting = [each for each in predictions if each.peak_bytes <= costs.machine.memory]
     found.too_large = len(predictions) - len(fitting)
@@ -118,11 +116,6 @@ def _check_zeros(costs: ModelCosts, zeros: Collection[int]) -> None:
 
 def _can_shard(costs: ModelCosts) -> bool:
     return costs.machine.device.kind != "xla"
-
-
-def _check_best(best: int) -> None:
-    if isinstance(best, bool) or not isinstance(best, int) or best < 1:
-        raise ValueError(f"best={best!r} must be a whole number of at least 1.")
 
 
 class _Order:
@@ -149,7 +142,6 @@ class _Order:
             heapq.heappush(heap, (getattr(bounds, by), next(numbers), layout, level, prediction))
 
         for group in self._groups():
-            self._found.groups += 1
             push(self._bounds.of_undivided(group), group, 0)
         while heap:
             _, _, layout, level, prediction = heapq.heappop(heap)

@@ -7,7 +7,7 @@ from functools import lru_cache
 from operator import itemgetter
 
 from nxdpp.planning.layout import SHARDED, Layout
-from nxdpp.planning.machine import Link, Machine
+from nxdpp.planning.machine import Machine
 from nxdpp.planning.replica_collectives import ReplicaCollectives
 from nxdpp.planning.stage_costs import Itemsizes, RankState, StageCosts
 from nxdpp.schedules.actions import ActionKind, Schedule
@@ -15,16 +15,6 @@ from nxdpp.schedules.execution import Times, run_in_order
 from nxdpp.schedules.families.registry import find_family
 from nxdpp.schedules.lowering.additions import OF_ZERO, add
 from nxdpp.schedules.placement import Placement
-
-
-def pipeline_link(machine: Machine, layout: Layout, source: int, destination: int) -> Link:
-    """Return the link between two pipeline ranks; ranks of one stage are neighbours (``parallel_state``)."""
-    block = layout.data * layout.tensor
-    hosts = {rank * block // machine.devices_per_host for rank in (source, destination)}
-    inside = len(hosts) == 1 and block <= machine.devices_per_host
-    link = machine.link if inside else machine.host_link
-    return link.messages or link
-
 
 # AdamW in torch reads and writes about this many tensors of the size of the parameters.
 OPTIMIZER_PASSES = 20
@@ -141,9 +131,13 @@ def times_of(
     With a ``split`` backward the first stage has no input-gradient: all of it waits for the weight-gradient.
     """
     transfer = []
+    # Ranks of one stage are neighbours (``parallel_state``).
+    block = layout.data * layout.tensor
     for stage, cost in enumerate(stages):
-        following = min(stage + 1, len(stages) - 1)
-        link = pipeline_link(machine, layout, placement.rank_of(stage), placement.rank_of(following))
+        ends = (placement.rank_of(each) for each in (stage, min(stage + 1, len(stages) - 1)))
+        inside = len({rank * block // machine.devices_per_host for rank in ends}) == 1
+        link = machine.link if inside and block <= machine.devices_per_host else machine.host_link
+        link = link.messages or link
         transfer.append(cost.sent / link.bytes_per_second + link.latency)
     inputs = [cost.input_gradient for cost in stages]
     weights = [cost.weight_gradient for cost in stages]

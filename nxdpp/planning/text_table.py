@@ -2,7 +2,7 @@
 
 import re
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from nxdpp.schedules.view.output import console
 from nxdpp.schedules.view.tables import tables
@@ -12,11 +12,11 @@ _PREFIXES = ("", "Ki", "Mi", "Gi", "Ti", "Pi")
 _KIBI = 1024
 
 
-def table(heads: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1, total: bool = False) -> list[str]:
+def table(heads: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> list[str]:
     """Return the lines of ``tables`` of 80 columns: the same in a terminal, a pipe and a file."""
     out = console(WIDTH)
     with out.capture() as captured:
-        out.print(*tables(heads, rows, out.width, left=left, total=total), sep="\n")
+        out.print(*tables(heads, rows, out.width, left=left), sep="\n")
     return [line.rstrip() for line in captured.get().splitlines()]
 
 
@@ -42,16 +42,21 @@ def four_digits(value: float) -> str:
     return f"{value:.0f}"
 
 
-# Bytes of each unit. A capital B is a byte, a small b a bit.
 _DECIMAL = {"": 1, "k": 10**3, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "P": 10**15}
 _BINARY = {"Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
-_UNITS = {
+# Bytes of each unit. A capital B is a byte, a small b a bit.
+_SIZES = {
     f"{prefix}{unit}": factor / (8 if unit == "b" else 1)
     for prefix, factor in {**_DECIMAL, **_BINARY}.items()
     for unit in ("B", "b")
 }
-_FLOPS = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([kMGTP]?)FLOP/s\s*")
-_TEXT = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([A-Za-z]*)\s*")
+_RATES = {f"{unit}/s": size for unit, size in _SIZES.items()}
+_FLOPS = {f"{prefix}FLOP/s": float(factor) for prefix, factor in _DECIMAL.items()}
+_TEXT = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([A-Za-z/]+)\s*")
+_OF_BYTES = (
+    "give a number and one of B, kB, MB, GB, TB, KiB, MiB, GiB, TiB, or of bits b, kb, Mb, Gb, Tb{}. A capital B is a "
+    "byte, a small b a bit."
+)
 
 
 def size_of(value: str | float, name: str) -> int:
@@ -59,7 +64,7 @@ def size_of(value: str | float, name: str) -> int:
 
     ``name`` is the argument's, for messages. Raises ``ValueError`` for any other text, and for 0 or less.
     """
-    return round(_parsed(value, name, "80GB or 75GiB"))
+    return round(_parsed(value, name, _SIZES, _OF_BYTES.format(", as in 80GB or 75GiB")))
 
 
 def rate_of(value: str | float, name: str) -> float:
@@ -67,39 +72,22 @@ def rate_of(value: str | float, name: str) -> float:
 
     Raises ``ValueError`` as ``size_of`` does.
     """
-    text = value
-    if isinstance(value, str):
-        text, slash, second = value.partition("/")
-        if not slash or second.strip() != "s":
-            raise ValueError(f"{name}={value!r} is no rate: end it with /s, as in 50GB/s or 400Gb/s.")
-    try:
-        return _parsed(text, name, "50GB/s or 400Gb/s")
-    except ValueError as error:
-        raise ValueError(str(error).replace(repr(text), repr(value))) from error
+    return _parsed(value, name, _RATES, _OF_BYTES.format(", and end it with /s, as in 50GB/s or 400Gb/s"))
 
 
 def flops_of(value: str | float, name: str) -> float:
     """Return the FLOPs a second that ``value`` names: ``"989TFLOP/s"``, or a number. Raises ``ValueError`` likewise."""
-    match = _FLOPS.fullmatch(value) if isinstance(value, str) else None
-    if isinstance(value, str) and match is None:
-        raise ValueError(f"{name}={value!r} is not understood: give FLOPs a second as in 989TFLOP/s or 2.25PFLOP/s.")
-    found = float(value) if match is None else float(match[1]) * _DECIMAL[match[2]]
-    if not 0 < found < float("inf"):
-        raise ValueError(f"{name}={value!r} must be above 0 and finite.")
-    return found
+    return _parsed(value, name, _FLOPS, "give FLOPs a second as in 989TFLOP/s or 2.25PFLOP/s.")
 
 
-def _parsed(value: str | float, name: str, example: str) -> float:
+def _parsed(value: str | float, name: str, units: Mapping[str, float], remedy: str) -> float:
     if isinstance(value, int | float) and not isinstance(value, bool):
         found = float(value)
     else:
         match = _TEXT.fullmatch(str(value))
-        if match is None or match[2] not in _UNITS or not match[2]:
-            raise ValueError(
-                f"{name}={value!r} is not understood: give a number and one of B, kB, MB, GB, TB, KiB, MiB, GiB, TiB, "
-                f"or of bits b, kb, Mb, Gb, Tb, as in {example}. A capital B is a byte, a small b a bit."
-            )
-        found = float(match[1]) * _UNITS[match[2]]
+        if match is None or match[2] not in units:
+            raise ValueError(f"{name}={value!r} is not understood: {remedy}")
+        found = float(match[1]) * units[match[2]]
     if not 0 < found < float("inf"):
         raise ValueError(f"{name}={value!r} must be above 0 and finite.")
     return found

@@ -202,8 +202,9 @@ def check_world(backend: str | None, kind: str | None) -> None:
     wanted = wanted_device(backend, kind)
     needed = None if wanted is None else kind_of(wanted).backend
     if needed is not None and needed not in config:
+        argument = "backend" if kind is None else "device"
         raise ValueError(
-            f"{written(backend, kind)}, but torch.distributed already runs on {config}: leave {_name(kind)} out, or "
+            f"{written(backend, kind)}, but torch.distributed already runs on {config}: leave {argument} out, or "
             f"start it with init_process_group({needed!r}), or let initialize_model_parallel start it"
         )
     if wanted == "xla" and dist.get_backend() != dist.Backend.GLOO:
@@ -245,7 +246,3 @@ def _present() -> list[str]:
     """The type of this machine's accelerator, if it has a backend of its own."""
     found = accelerator.present()
     return [] if found is None or kind_of(found).backend == "gloo" else [found]
-
-
-def _name(kind: str | None) -> str:
-    return "backend" if kind is None else "device"

@@ -85,11 +85,14 @@ class Exchange:
         """Return the results of ``act`` on all ranks, or raise as ``together`` does."""
         result: T | None = None
         own: Exception | None = None
+        told_of: _Failure | None = None
         try:
             result = act()
         except Exception as error:
             own = error
-        everyones = self.gather((self._failure(own), result))
+            kind = next((kind for kind in self._kinds if isinstance(error, kind)), RuntimeError)
+            told_of = _Failure(kind, f"{type(error).__name__}: {error}")
+        everyones = self.gather((told_of, result))
         self.failures = [failure.kind for failure, _ in everyones if failure is not None]
         if own is not None:
             raise own
@@ -121,12 +124,6 @@ class Exchange:
         if error is not None:
             raise error if self.rank == 0 else told(error)
         return reply
-
-    def _failure(self, own: Exception | None) -> "_Failure | None":
-        if own is None:
-            return None
-        kind = next((kind for kind in self._kinds if isinstance(own, kind)), RuntimeError)
-        return _Failure(kind, f"{type(own).__name__}: {own}")
 
 
 class _Failure(NamedTuple):

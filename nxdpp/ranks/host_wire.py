@@ -11,7 +11,6 @@ gloo takes tensors in host memory. A device tensor may come back from it unchang
 """
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from functools import cache
 
 import torch
@@ -19,6 +18,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from nxdpp.devices.daemon_thread import DaemonThread
+from nxdpp.devices.host_sends import HostWork as HostWork
 from nxdpp.devices.kinds import device_of, kind_of
 from nxdpp.ranks.group_getters import local_device
 
@@ -58,25 +58,6 @@ def in_place(tensor: torch.Tensor, group: ProcessGroup, collective: Callable[[to
             device_of(tensor.device).fill(tensor, message)
 
 
-class HostWork:
-    """A collective that begins once its tensors are in host memory."""
-
-    def __init__(self, begun: "Future[dist.Work]") -> None:
-        self._begun = begun
-
-    def wait_begun(self) -> None:
-        """Block until the collective has begun: one that the caller makes then follows it. Raises its error."""
-        self._begun.result()
-
-    def is_completed(self) -> bool:
-        """Return whether ``wait`` returns or raises at once."""
-        return self._begun.done() and (self._begun.exception() is not None or self._begun.result().is_completed())
-
-    def wait(self) -> None:
-        """Block until the collective is finished; raises the error of the copies or of the collective."""
-        self._begun.result().wait()
-
-
 def begin_on_host(
     tensors: Sequence[torch.Tensor], collective: Callable[[list[torch.Tensor]], dist.Work | None]
 ) -> HostWork:
@@ -89,10 +70,10 @@ def begin_on_host(
     copied = device_of(tensors[0].device).to_host_together(tensors) if tensors else list
 
     @torch.no_grad()
-    def begin() -> dist.Work:
+    def begin() -> tuple[dist.Work, None]:
         work = collective(copied())
         assert work is not None, "collectives in flight have a work"
-        return work
+        return work, None
 
     return HostWork(_thread().submit(begin))
 

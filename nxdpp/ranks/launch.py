@@ -6,11 +6,7 @@ from functools import cache
 
 import torch
 import torch.distributed as dist
-from torch.distributed import (  # type: ignore[attr-defined]  # public, though not in its __all__
-    HashStore,
-    Store,
-    TCPStore,
-)
+from torch.distributed import HashStore, Store, TCPStore  # type: ignore[attr-defined]  # public, not in its __all__
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.rendezvous import rendezvous
 

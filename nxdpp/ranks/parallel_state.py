@@ -24,8 +24,7 @@ from nxdpp.devices.kinds import device_of, kind_of
 from nxdpp.ranks import current_state, group_getters, launch, rank_getters
 from nxdpp.ranks.current_state import DebugState
 from nxdpp.ranks.faults import failure_watch, mistakes
-from nxdpp.ranks.faults.board import board
-from nxdpp.ranks.faults.stream_waits import StreamWaits
+from nxdpp.ranks.faults.board import StreamWaits, board
 from nxdpp.ranks.faults.timeouts import Timeouts
 from nxdpp.ranks.group_getters import *  # noqa: F403  # all getters are names of this module
 from nxdpp.ranks.known_keywords import knows_its_keywords

@@ -180,17 +180,26 @@ def build_groups(
 
 def _check_same_mesh(rank_mesh: RankMesh, shard_size: int | None, store: Store) -> None:
     """Raise before a group is made: ranks would wait for each other in different groups."""
-    own = f"{dist.get_rank()}|{rank_mesh.tensor}|{rank_mesh.pipeline}|{rank_mesh.order}|{shard_size}"
-    first = store.compare_set("nxdpp_mesh", "", own).decode()
-    names = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "order", "data_parallel_shard_size")
-    pairs = list(zip(names, first.split("|")[1:], own.split("|")[1:], strict=True))
-    different = [(name, theirs, ours) for name, theirs, ours in pairs if theirs != ours]
-    if different:
-        there, here = (", ".join(f"{name}={each[i]}" for name, *each in different) for i in (0, 1))
+    values = {
+        "tensor_model_parallel_size": rank_mesh.tensor,
+        "pipeline_model_parallel_size": rank_mesh.pipeline,
+        "order": rank_mesh.order,
+        "data_parallel_shard_size": shard_size,
+    }
+    first, theirs, ours = _differences("nxdpp_mesh", [f"{name}={value}" for name, value in values.items()], store)
+    if theirs:
         raise ValueError(
-            f"rank {first.partition('|')[0]} has called initialize_model_parallel with {there}, and rank "
-            f"{dist.get_rank()} with {here}. Give all ranks the same."
+            f"rank {first} has called initialize_model_parallel with {', '.join(theirs)}, and rank {dist.get_rank()} "
+            f"with {', '.join(ours)}. Give all ranks the same."
         )
+
+
+def _differences(key: str, own: list[str], store: Store) -> tuple[str, list[str], list[str]]:
+    """Return the first rank that has asked for ``key``, and its texts and ``own`` where they differ."""
+    told = store.compare_set(key, "", "|".join([str(dist.get_rank()), *own])).decode()
+    first, *theirs = told.split("|")
+    pairs = [pair for pair in zip(theirs, own, strict=True) if pair[0] != pair[1]]
+    return first, [there for there, _ in pairs], [here for _, here in pairs]
 
 
 def _wait_for_all_ranks(world_size: int, store: Store) -> None:
@@ -206,16 +215,12 @@ def _wait_for_all_ranks(world_size: int, store: Store) -> None:
 
 def check_same_versions(store: Store) -> None:
     """Raise ``RuntimeError`` for versions that differ from the first rank's; all ranks call it."""
-    own = f"{dist.get_rank()}|torch {torch.__version__}|transformers {_version('transformers')}"
-    first = store.compare_set("nxdpp_versions", "", own).decode()
-    there, *theirs = first.split("|")
-    here, *ours = own.split("|")
-    if theirs != ours:
-        pairs = [pair for pair in zip(theirs, ours, strict=True) if pair[0] != pair[1]]
+    own = [f"torch {torch.__version__}", f"transformers {_version('transformers')}"]
+    first, theirs, ours = _differences("nxdpp_versions", own, store)
+    if theirs:
         raise RuntimeError(
-            f"rank {there} has {' and '.join(pair[0] for pair in pairs)}, and rank {here} has "
-            f"{' and '.join(pair[1] for pair in pairs)}: they may compute different numbers. Install the same versions "
-            f"on all hosts."
+            f"rank {first} has {' and '.join(theirs)}, and rank {dist.get_rank()} has {' and '.join(ours)}: they may "
+            f"compute different numbers. Install the same versions on all hosts."
         )
 
 

@@ -14,13 +14,9 @@ from nxdpp.ranks.rank_mesh import RankMesh
 def check_sizes(tensor: int, pipeline: int, world_size: int) -> None:
     """Raise ``ValueError`` for sizes below 1 or that do not divide the world, ``TypeError`` for no whole number."""
     for name, size in (("tensor_model_parallel_size", tensor), ("pipeline_model_parallel_size", pipeline)):
-        if isinstance(size, bool) or not isinstance(size, numbers.Integral):
-            raise TypeError(f"{name}={size!r} must be a whole number of at least 1.")
-    if tensor < 1 or pipeline < 1:
-        raise ValueError(
-            "tensor_model_parallel_size and pipeline_model_parallel_size must be at least 1, "
-            f"not {tensor} and {pipeline}"
-        )
+        _check_whole(name, size)
+        if size < 1:
+            raise ValueError(f"{name}={size} must be a whole number of at least 1.")
     if world_size % (tensor * pipeline):
         raise ValueError(
             f"a world of {counted(world_size, 'rank')} does not divide into model replicas of "
@@ -30,23 +26,26 @@ def check_sizes(tensor: int, pipeline: int, world_size: int) -> None:
         )
 
 
-def check_ones(context: int, expert: int, lnc: int) -> None:
-    """Raise ``ValueError`` for a size other than 1 of a dimension that nxdpp does not have."""
-    if context != 1:
-        raise ValueError(
-            f"context_parallel_size={context!r}: nxdpp does not split sequences over ranks. Give 1, and use the ranks "
-            f"for pipeline, tensor or data parallelism."
-        )
-    if expert != 1:
-        raise ValueError(
-            f"expert_model_parallel_size={expert!r}: nxdpp does not split the experts of a layer over ranks. Give 1; "
-            f"a pipeline has the experts of each layer on one stage."
-        )
-    if lnc != 1:
-        raise ValueError(
-            f"lnc_size={lnc!r}: logical cores are of Neuron devices. On a GPU or a CPU each rank has one device: "
-            f"give 1."
-        )
+def _check_whole(name: str, size: object) -> None:
+    if isinstance(size, bool) or not isinstance(size, numbers.Integral):
+        raise TypeError(f"{name}={size!r} must be a whole number of at least 1.")
+
+
+_NOT_DIVIDED = {
+    "context_parallel_size": "nxdpp does not split sequences over ranks. Give 1, and use the ranks for pipeline, "
+    "tensor or data parallelism.",
+    "expert_model_parallel_size": "nxdpp does not split the experts of a layer over ranks. Give 1; a pipeline has the "
+    "experts of each layer on one stage.",
+    "lnc_size": "logical cores are of Neuron devices. On a GPU or a CPU each rank has one device: give 1.",
+}
+"""Arguments that may only be 1, and why."""
+
+
+def check_ones(*sizes: int) -> None:
+    """Raise ``ValueError`` for one of ``sizes``, of the dimensions in ``_NOT_DIVIDED``, that is not 1."""
+    for (name, reason), size in zip(_NOT_DIVIDED.items(), sizes, strict=True):
+        if size != 1:
+            raise ValueError(f"{name}={size!r}: {reason}")
 
 
 def checked_shard_size(size: int | None, replicas: int) -> int:
@@ -56,8 +55,7 @@ def checked_shard_size(size: int | None, replicas: int) -> int:
     """
     if size is None:
         return replicas
-    if isinstance(size, bool) or not isinstance(size, numbers.Integral):
-        raise TypeError(f"data_parallel_shard_size={size!r} must be a whole number of at least 1, or None.")
+    _check_whole("data_parallel_shard_size", size)
     if size < 1 or replicas % size:
         raise ValueError(
             f"data_parallel_shard_size={size} must divide the {counted(replicas, 'data-parallel rank')}: give a "
@@ -67,39 +65,21 @@ def checked_shard_size(size: int | None, replicas: int) -> int:
 
 
 def check_same(
-    state: ProcessGroups,
-    wanted: RankMesh,
-    backend: str | None,
-    device: str | None,
-    timeouts: Timeouts,
-    shard_size: int,
+    state: ProcessGroups, wanted: RankMesh, backend: str | None, device: str | None, timeouts: Timeouts, shard_size: int
 ) -> None:
     """Raise ``RuntimeError`` unless ``state`` has the groups, the devices and the limits that are asked for."""
-    before = state.rank_mesh
-    if (before.tensor, before.pipeline) != (wanted.tensor, wanted.pipeline):
-        raise RuntimeError(
-            f"model parallelism is already initialized with tensor size {before.tensor} and pipeline size "
-            f"{before.pipeline}, which differs from {wanted.tensor} and {wanted.pipeline}: call "
-            f"destroy_model_parallel() first"
-        )
-    if before.order != wanted.order:
-        raise RuntimeError(
-            f"model parallelism is already initialized with order={before.order!r}, which differs from "
-            f"order={wanted.order!r}: call destroy_model_parallel() first"
-        )
-    if state.shard_size != shard_size:
-        raise RuntimeError(
-            f"model parallelism is already initialized with data_parallel_shard_size={state.shard_size}, which differs "
-            f"from {shard_size}: call destroy_model_parallel() first"
-        )
+    there, asked = _named(state.rank_mesh, state.shard_size, state.timeouts), _named(wanted, shard_size, timeouts)
     kind = state.device.type
     if wanted_device(backend, device) not in (None, kind):
         on = state.transfer_groups.backend if device is None and kind != "xla" else f"device={kind!r}"
-        raise RuntimeError(
-            f"model parallelism is already initialized on {on}, which differs from {written(backend, device)}: call "
-            f"destroy_model_parallel() first"
-        )
-    state.timeouts.refuse_change(timeouts)
+        there, asked = [f"on {on}", *there], [written(backend, device), *asked]
+    for one, other in zip(there, asked, strict=True):
+        if one != other:
+            wish = other.removeprefix("with ")
+            raise RuntimeError(
+                f"model parallelism is already initialized {one}, which differs from {wish}: call "
+                f"destroy_model_parallel() first"
+            )
 
 
 def checked_folder(given: object, device: str | None) -> Path | None:
@@ -126,3 +106,13 @@ def checked_folder(given: object, device: str | None) -> Path | None:
     if not os.access(nearest, os.W_OK):
         raise ValueError(f"compilation_cache={str(given)!r} cannot be written: no permission in {nearest}.")
     return folder
+
+
+def _named(mesh: RankMesh, shard_size: int, timeouts: Timeouts) -> list[str]:
+    """Return what a start is made with, as its messages say it."""
+    return [
+        f"with tensor size {mesh.tensor} and pipeline size {mesh.pipeline}",
+        f"with order={mesh.order!r}",
+        f"with data_parallel_shard_size={shard_size}",
+        *(f"with {name}={float(seconds):g}" for name, seconds in timeouts.named().items()),
+    ]

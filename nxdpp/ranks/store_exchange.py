@@ -14,11 +14,7 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
-from torch.distributed import (  # type: ignore[attr-defined]  # public, though not in its __all__
-    DistStoreError,
-    PrefixStore,
-    Store,
-)
+from torch.distributed import DistStoreError, PrefixStore, Store  # type: ignore[attr-defined]  # public names
 
 from nxdpp.ranks.faults.waits import Wait, first_names
 from nxdpp.ranks.wire_form import packed, unpacked

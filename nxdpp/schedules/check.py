@@ -9,11 +9,8 @@ from typing import NamedTuple
 
 from nxdpp.counted import counted
 from nxdpp.schedules.actions import ADDED, BACKWARDS, BEGINS, COMPUTE, ENDS, TRANSFERS, Action, ActionKind, Schedule
-from nxdpp.schedules.execution import Blocked, run_in_order
-
-
-class ScheduleError(ValueError):
-    """A schedule that cannot run; the message names the rank, the action and the rule."""
+from nxdpp.schedules.execution import ScheduleError as ScheduleError
+from nxdpp.schedules.execution import run_in_order
 
 
 class ScheduleSize(NamedTuple):
@@ -53,10 +50,7 @@ def check(schedule: Schedule) -> ScheduleSize:
         _check_added(rank, actions)
     trains = any(any(stage) and max(stage) > _FORWARD_DONE for stage in done)
     _check_complete(done, placed, trains)
-    try:
-        run_in_order(schedule, stages, microbatches)
-    except Blocked as blocked:
-        raise ScheduleError(str(blocked)) from None
+    run_in_order(schedule, stages, microbatches)
     return ScheduleSize(len(schedule), stages, microbatches, trains)
 
 
@@ -83,6 +77,13 @@ _BACKWARDS_AFTER = {
 }
 # Progress of a microbatch on a stage; 0 before its forward.
 _FORWARD_DONE, _INPUT_GRADIENT_DONE, _ALL_DONE = 1, 2, 3
+# Progress after an action, by its kind and the progress before.
+_AFTER = {
+    (ActionKind.FORWARD, 0): _FORWARD_DONE,
+    (ActionKind.INPUT_GRADIENT, _FORWARD_DONE): _INPUT_GRADIENT_DONE,
+    (ActionKind.WEIGHT_GRADIENT, _INPUT_GRADIENT_DONE): _ALL_DONE,
+    (ActionKind.BACKWARD, _FORWARD_DONE): _ALL_DONE,
+}
 
 
 def _place(schedule: Schedule) -> dict[int, int]:
@@ -96,19 +97,11 @@ def _place(schedule: Schedule) -> dict[int, int]:
 
 
 def _check_rank(rank: int, actions: list[Action], done: list[bytearray]) -> None:
-    forward, backward = ActionKind.FORWARD, ActionKind.BACKWARD
-    input_gradient, weight_gradient = ActionKind.INPUT_GRADIENT, ActionKind.WEIGHT_GRADIENT
     for at, action in enumerate(actions):
         stage, kind, microbatch, _ = action
         progress = done[stage][microbatch] if microbatch >= 0 else -1
-        if kind is forward and progress == 0:
-            done[stage][microbatch] = _FORWARD_DONE
-        elif kind is input_gradient and progress == _FORWARD_DONE:
-            done[stage][microbatch] = _INPUT_GRADIENT_DONE
-        elif (kind is weight_gradient and progress == _INPUT_GRADIENT_DONE) or (
-            kind is backward and progress == _FORWARD_DONE
-        ):
-            done[stage][microbatch] = _ALL_DONE
+        if (kind, progress) in _AFTER:
+            done[stage][microbatch] = _AFTER[kind, progress]
         elif kind not in ADDED:
             raise _broken(rank, at, action, _rule(action, progress))
 

@@ -5,7 +5,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from nxdpp.counted import counted
+from nxdpp.counted import check_whole, counted
 from nxdpp.schedules.actions import Schedule
 from nxdpp.schedules.check import check
 from nxdpp.schedules.families.family import Family
@@ -32,8 +32,7 @@ class ChosenSchedule:
     """
 
     def __init__(self, schedule: Written | None, ranks: int, microbatches: int, chunks: int) -> None:
-        if isinstance(chunks, bool) or not isinstance(chunks, int) or chunks < 1:
-            raise ValueError(f"virtual_pipeline_size={chunks!r} must be a whole number of at least 1.")
+        check_whole("virtual_pipeline_size", chunks)
         self.ranks = ranks
         self.microbatches = microbatches
         self._family: Family | None = None
@@ -102,11 +101,9 @@ class ChosenSchedule:
 
 def _check_lists(schedule: Any) -> None:
     """Raise ``TypeError`` for anything but a list of lists of text."""
-    lists = list(schedule) if isinstance(schedule, list | tuple) else [schedule]
-    for actions in lists:
-        texts = actions if isinstance(actions, list | tuple | str) else [actions]
-        if actions is schedule or texts is not actions or not all(isinstance(text, str) for text in texts):
-            raise TypeError(
-                f"schedule={schedule!r:.80}: give the name of a family, the path of a CSV file, or a list of actions "
-                f"for each rank, one text each."
-            )
+    lists = schedule if isinstance(schedule, list | tuple) else [schedule]
+    if not all(isinstance(each, list | tuple) and all(isinstance(text, str) for text in each) for each in lists):
+        raise TypeError(
+            f"schedule={schedule!r:.80}: give the name of a family, the path of a CSV file, or a list of actions for "
+            f"each rank, one text each."
+        )

@@ -86,12 +86,12 @@ class Times(NamedTuple):
         return max(clock, start + time) if self.hides else clock + time
 
 
-class Blocked(RuntimeError):
-    """Ranks that wait for each other; the message names the actions."""
+class ScheduleError(ValueError):
+    """A schedule that cannot run; the message names the rank, the action and the rule."""
 
 
 def run_in_order(schedule: Schedule, stages: int, microbatches: int, times: Times | None = None) -> "Execution":
-    """Run ``schedule``, all at 0 without ``times``; ``Blocked`` if no rank can continue."""
+    """Run ``schedule``, all at 0 without ``times``; ``ScheduleError`` if no rank can continue."""
     zeros = [0.0] * stages
     execution = Execution(schedule, stages, microbatches, times or Times(zeros, zeros, zeros, zeros))
     execution.run()
@@ -135,7 +135,7 @@ class Execution:
         self._ready = deque(range(len(schedule)))
 
     def run(self) -> None:
-        """Run all actions; raises ``Blocked`` where ranks wait for each other."""
+        """Run all actions; raises ``ScheduleError`` where ranks wait for each other."""
         while self._ready:
             self._advance(self._ready.popleft())
         stuck = {
@@ -144,7 +144,7 @@ class Execution:
             if len(starts) < len(actions)
         }
         if stuck:
-            raise Blocked(self._describe(stuck))
+            raise ScheduleError(self._describe(stuck))
 
     @property
     def ends(self) -> list[list[float]]:

@@ -4,6 +4,7 @@ An action starts as soon as the one before it on its rank has ended and its inpu
 but no time of a rank. Of an exchange with replicas a rank has the time that its computations do not hide.
 """
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -96,6 +97,17 @@ def in_flight_peaks(schedule: Schedule) -> list[int]:
     """Return for each rank the most (stage, microbatch) pairs between forward and end of the backward."""
     change = {ActionKind.FORWARD: 1, ActionKind.BACKWARD: -1, ActionKind.WEIGHT_GRADIENT: -1}
     return [max(accumulate((change.get(action.kind, 0) for action in actions), initial=0)) for actions in schedule]
+
+
+def in_flight(schedule: Schedule) -> list[int]:
+    """Return for each stage the most microbatches between their forward and the end of their backward.
+
+    The stages of a rank may reach their peaks at different times.
+    """
+    of_stage: defaultdict[int, list[Action]] = defaultdict(list)
+    for action in (action for actions in schedule for action in actions):
+        of_stage[action.stage].append(action)
+    return in_flight_peaks([of_stage[stage] for stage in range(len(of_stage))])
 
 
 def _each(name: str, time: Time, stages: int) -> list[float]:

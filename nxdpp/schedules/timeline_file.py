@@ -73,10 +73,8 @@ def check_path(path: Any) -> Path:
     if not isinstance(path, str | os.PathLike):
         raise TypeError(f"trace_file_path={path!r:.80} must be the path of a file.")
     found = Path(path)
-    if not str(path) or found.is_dir():
-        raise ValueError(f"trace_file_path={str(path)!r} is a folder: give the path of a file in it.")
-    if found.exists() and not found.is_file():
-        raise ValueError(f"trace_file_path={str(path)!r} is a pipe or a device: give the path of a file.")
+    if not str(path) or (found.exists() and not found.is_file()):
+        raise ValueError(f"trace_file_path={str(path)!r} is a folder, a pipe or a device: give the path of a file.")
     if not found.parent.is_dir():
         raise ValueError(f"trace_file_path={str(path)!r}: there is no folder {found.parent}. Make it on every machine.")
     if not os.access(found if found.exists() else found.parent, os.W_OK):

@@ -7,7 +7,6 @@ A CSV file has one row per rank and one action per cell, ``0F0`` (see ``parse_ac
 """
 
 import csv
-import stat
 from collections.abc import Sequence
 from io import StringIO
 from pathlib import Path
@@ -30,7 +29,9 @@ def parse_schedule(ranks: Sequence[Sequence[str]]) -> Schedule:
 def read_schedule(path: Path) -> Schedule:
     """Read and check a CSV file; raises as ``parse_schedule``, and ``ValueError`` for a file that cannot be read."""
     try:
-        rows = list(csv.reader(StringIO(text_of(path))))
+        if path.is_fifo() or path.is_char_device():
+            raise OSError("it is a pipe or a device, which may never end. Write it into a file first.")
+        rows = list(csv.reader(StringIO(path.read_text(encoding="utf-8"))))
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise ValueError(f"{path}: cannot be read as a CSV file of actions: {error}") from None
     # Empty lines at the end are not ranks.
@@ -43,8 +44,6 @@ def read_schedule(path: Path) -> Schedule:
 
 
 def _parse_rank(rank: int, texts: Sequence[str]) -> list[Action]:
-    if isinstance(texts, str):
-        raise ValueError(f"rank {rank} is the text {texts!r:.40}; give a list of actions, one text each.")
     actions = []
     for at, text in enumerate(texts):
         try:
@@ -52,15 +51,3 @@ def _parse_rank(rank: int, texts: Sequence[str]) -> list[Action]:
         except ValueError as error:
             raise ValueError(f"rank {rank}, action {at}: {error}") from None
     return actions
-
-
-def text_of(path: Path) -> str:
-    """Return the text of ``path``.
-
-    Raises ``OSError`` for a file that cannot be read, and for a pipe or a device, which may never end;
-    ``UnicodeDecodeError`` for one that is no text.
-    """
-    mode = path.stat().st_mode
-    if stat.S_ISFIFO(mode) or stat.S_ISCHR(mode):
-        raise OSError("it is a pipe or a device, which may never end. Write it into a file first.")
-    return path.read_text(encoding="utf-8")

@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from nxdpp.ranks import parallel_state
 from nxdpp.ranks.exchange import Exchange, is_several
 from nxdpp.ranks.faults.board import board
-from nxdpp.tensor.padding import own_ranges
+from nxdpp.tensor.padding import copy_own
 from nxdpp.tensor.rank_files import check_loadable, local_path, mapped, rank_name, read_file, write_file
 from nxdpp.tensor.tensor_attributes import is_tensor_parallel, whole_size
 
@@ -166,6 +166,5 @@ def _part(name: str, whole: torch.Tensor, parameter: torch.Tensor) -> torch.Tens
             f"build the model that was saved. Nothing was loaded."
         )
     part = torch.zeros(parameter.shape, dtype=whole.dtype)
-    for start, own, length in own_ranges(parameter):
-        part.narrow(dim, own, length).copy_(whole.narrow(dim, start, length))
+    copy_own(whole, part, parameter)
     return part

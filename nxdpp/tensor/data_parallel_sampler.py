@@ -6,7 +6,7 @@
 """
 
 from collections.abc import Sized
-from typing import Any, TypeVar, cast
+from typing import TypeVar
 
 from torch.utils.data import Dataset, DistributedSampler, IterableDataset
 
@@ -44,26 +44,18 @@ def data_parallel_sampler(
             raise TypeError(f"{name}={value!r} must be True or False.")
     if isinstance(seed, bool) or not isinstance(seed, int):
         raise TypeError(f"seed={seed!r} must be a whole number, the same on every rank.")
-    samples = _length(dataset, replica, replicas)
+    # A stream may report a length, but has no samples by index.
+    is_stream = isinstance(dataset, IterableDataset)
+    if is_stream or not isinstance(dataset, Sized):
+        raise TypeError(
+            f"a {type(dataset).__name__} has no {'samples by index' if is_stream else 'length'}, and a sampler cannot "
+            f"divide it. Divide the stream itself: itertools.islice(stream, parallel_state.get_data_parallel_rank(), "
+            f"None, parallel_state.get_data_parallel_size()), here {replica} and {replicas}."
+        )
+    samples = len(dataset)
     if samples < replicas:
         raise ValueError(
             f"the data set has {counted(samples, 'sample')} for {counted(replicas, 'data-parallel replica')}, and each "
             "needs one. Give a larger data set, or train on fewer processes."
         )
     return DistributedSampler(dataset, replicas, replica, shuffle, seed, drop_last)
-
-
-def _length(dataset: Any, replica: int, replicas: int) -> int:
-    # A stream may report a length, but has no samples by index.
-    is_stream = isinstance(dataset, IterableDataset)
-    reason: TypeError | None = None
-    if not is_stream:
-        try:
-            return len(cast(Sized, dataset))
-        except TypeError as error:
-            reason = error
-    raise TypeError(
-        f"a {type(dataset).__name__} has no {'samples by index' if is_stream else 'length'}, and a sampler cannot "
-        f"divide it. Divide the stream itself: itertools.islice(stream, parallel_state.get_data_parallel_rank(), None, "
-        f"parallel_state.get_data_parallel_size()), here {replica} and {replicas}."
-    ) from reason

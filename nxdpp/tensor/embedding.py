@@ -13,16 +13,15 @@ from torch.nn import functional, init
 
 from nxdpp.devices.kinds import device_of
 from nxdpp.tensor import mappings
-from nxdpp.tensor.collectives import has_values
 from nxdpp.tensor.initial_parts import InitMethod, fill_parameter
 from nxdpp.tensor.parallel_layer import ParallelLayer
 
 
 class ParallelEmbedding(ParallelLayer):
-    """``torch.nn.Embedding`` that is divided over the tensor-parallel ranks by rows, the tokens, or by columns.
+    """``torch.nn.Embedding`` that is divided over the tensor-parallel ranks by rows, the tokens.
 
-    The divided size is padded to a multiple of the tensor-parallel size. The rows behind ``num_embeddings`` are zero,
-    and no id can reach them; columns behind ``embedding_dim`` are no part of a gathered result.
+    The rows are padded to a multiple of the tensor-parallel size. Those behind ``num_embeddings`` are zero, and no id
+    can reach them.
 
     The arguments have the order of NeuronX Distributed. Its API guide prints ``init_method``, ``dtype`` and ``device``
     in the places of ``padding_idx``, ``max_norm`` and ``norm_type``: a function in the third place begins that order.
@@ -31,26 +30,22 @@ class ParallelEmbedding(ParallelLayer):
         num_embeddings: size of the vocabulary.
         embedding_dim: size ``H`` of an embedding.
         padding_idx: id whose embedding starts as zeros and gets no gradient.
-        max_norm: largest norm of an embedding. Each forward scales larger ones of its ids down, in the weight, as in
-            torch. The rank then waits for its device.
-        norm_type: order of that norm.
-        scale_grad_by_freq, sparse: ``False``.
+        max_norm, norm_type, scale_grad_by_freq, sparse, shard_across_embedding: ``None``, 2.0 and ``False``.
         init_method: initialises the whole weight ``(num_embeddings, H)`` in place.
         device: of the weight, by default the context's device.
         dtype: of the weight.
-        shard_across_embedding: divide the columns: each rank has ``H / ranks`` numbers of every token.
         pad: both values pad.
         sequence_parallel_enabled: return this rank's part of the sequence.
         tensor_model_parallel_group: this rank's tensor group.
         sequence_dimension: the dimension of the sequence in the result. Ids are ``(B, S)`` in either case.
-        collect_output: ``False`` leaves out the last collective: ranks return ``(..., H)`` with zeros for the tokens of
-            others, or their ``(..., H / ranks)``.
 
     Shape: ids ``(...)`` -> ``(..., H)``. With ``sequence_parallel_enabled`` ids ``(B, S)`` -> ``(S / ranks, B, H)``, as
     in NeuronX Distributed, and ``(B, S / ranks, H)`` with ``sequence_dimension=1``.
 
     Raises ``ValueError`` for arguments that it does not have.
     """
+
+    _shown = ("num_embeddings", "embedding_dim", "padding_idx")
 
     def __init__(
         self,
@@ -70,7 +65,6 @@ class ParallelEmbedding(ParallelLayer):
         tensor_model_parallel_group: ProcessGroup | None = None,
         *,
         sequence_dimension: int | None = None,
-        collect_output: bool = True,
     ) -> None:
         super().__init__(tensor_model_parallel_group)
         if callable(padding_idx):
@@ -79,41 +73,28 @@ class ParallelEmbedding(ParallelLayer):
                 dtype, max_norm = max_norm, None
             if not isinstance(norm_type, float):
                 device, norm_type = norm_type, 2.0
-        if isinstance(max_norm, torch.dtype) or not isinstance(norm_type, float | int):
+        if max_norm is not None or norm_type != 2.0:
             raise ValueError(
-                f"max_norm={max_norm} and norm_type={norm_type} must be numbers: give dtype and device by name"
+                f"max_norm={max_norm} and norm_type={norm_type} are not supported: give dtype and device by name"
             )
-        if scale_grad_by_freq or sparse:
+        if scale_grad_by_freq or sparse or shard_across_embedding:
             raise ValueError(
-                "scale_grad_by_freq=True and sparse=True are not supported: a rank does not count the ids of other "
-                "ranks, and averages and ZeRO-1 take dense gradients"
-            )
-        if shard_across_embedding and (max_norm is not None or sequence_parallel_enabled):
-            raise ValueError(
-                "shard_across_embedding=True goes without max_norm, since no rank has a whole row, and without "
-                "sequence_parallel_enabled: use scatter_to_sequence_parallel_region on the result"
+                "scale_grad_by_freq=True, sparse=True and shard_across_embedding=True are not supported: a rank does "
+                "not count the ids of other ranks, averages and ZeRO-1 take dense gradients, and rows are divided"
             )
         if padding_idx is not None and not -num_embeddings <= padding_idx < num_embeddings:
             raise ValueError(f"padding_idx={padding_idx} is not an id of a vocabulary of {num_embeddings}")
         self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
         self.padding_idx = padding_idx if padding_idx is None else padding_idx % num_embeddings
-        self.max_norm, self.norm_type = max_norm, float(norm_type)
-        self.shard_across_embedding, self.collect_output = shard_across_embedding, collect_output
-        rows, columns = num_embeddings, embedding_dim
-        if shard_across_embedding:
-            columns = math.ceil(columns / self.tensor_parallel_size)
-        else:
-            rows = math.ceil(rows / self.tensor_parallel_size)
-        self.num_embeddings_per_partition, self.embedding_dim_per_partition = rows, columns
-        self.start_index = 0 if shard_across_embedding else self.tensor_parallel_rank * rows
+        self.num_embeddings_per_partition = rows = math.ceil(num_embeddings / self.tensor_parallel_size)
+        self.start_index = self.tensor_parallel_rank * rows
         self.end_index = self.start_index + rows
         self.sequence_parallel_enabled = sequence_parallel_enabled
         self.sequence_dimension = sequence_dimension or 0
         self._init_method = init_method
         self.weight: nn.Parameter
-        dim = int(shard_across_embedding)
-        padded = (rows, columns)[dim] * self.tensor_parallel_size
-        self._add_part("weight", (num_embeddings, embedding_dim), dim, dtype, device, padded=padded)
+        padded = rows * self.tensor_parallel_size
+        self._add_part("weight", (num_embeddings, embedding_dim), 0, dtype, device, padded=padded)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -134,24 +115,16 @@ class ParallelEmbedding(ParallelLayer):
         Raises ``IndexError`` for an id outside. XLA has no such error: the embedding is not-a-number.
         """
         self._check_group()
-        if self.tensor_parallel_size == 1 or self.shard_across_embedding:
-            found = functional.embedding(input_, self.weight, self.padding_idx, self.max_norm, self.norm_type)
-            if self.shard_across_embedding and self.collect_output:
-                return mappings.gather_from_tensor_model_parallel_region(found)[..., : self.embedding_dim]
-            return self._with_sequence_first(found) if self.collect_output else found
+        if self.tensor_parallel_size == 1:
+            return self._with_sequence_first(functional.embedding(input_, self.weight, self.padding_idx))
         elsewhere = (input_ < self.start_index) | (input_ >= self.end_index)
         outside = (input_ < 0) | (input_ >= self.num_embeddings)
         rows = (input_ - self.start_index).masked_fill(elsewhere, 0)
         # An id that no rank has stays outside of the rows: torch's own error follows, on all ranks.
         rows = rows.masked_fill(outside, self.num_embeddings_per_partition)
-        if self.max_norm is not None and has_values(self.weight):
-            with torch.no_grad():
-                torch.embedding_renorm_(self.weight, rows[~(elsewhere | outside)], self.max_norm, self.norm_type)
         parts = functional.embedding(rows, self.weight, self._own_padding_row()).masked_fill(elsewhere[..., None], 0)
         if not device_of(parts.device).refuses_indices:
             parts = parts.masked_fill(outside[..., None], math.nan)
-        if not self.collect_output:
-            return parts
         if self.sequence_parallel_enabled:
             first = self._with_sequence_first(parts)
             return mappings.reduce_scatter_to_sequence_parallel_region(first, self.sequence_dimension)
@@ -166,8 +139,3 @@ class ParallelEmbedding(ParallelLayer):
         if self.padding_idx is None or not self.start_index <= self.padding_idx < self.end_index:
             return None
         return self.padding_idx - self.start_index
-
-    def extra_repr(self) -> str:
-        """Sizes, in the form of ``torch.nn.Embedding``."""
-        padding = "" if self.padding_idx is None else f", padding_idx={self.padding_idx}"
-        return f"{self.num_embeddings}, {self.embedding_dim}{padding}, tensor_parallel_size={self.tensor_parallel_size}"

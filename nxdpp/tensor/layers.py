@@ -12,8 +12,8 @@ With ``sequence_parallel_enabled`` each rank has a part of the sequence outside 
 reduce-scatters. ``sequence_dimension`` is 0 by default, ``(S, B, H)``; 1 is for ``(B, S, H)``.
 
 The initial values are the same as in a whole ``torch.nn.Linear``, whatever the tensor-parallel size, and so is the
-state of the generator afterwards. They are drawn on the CPU. The embedding and the convolutions, whose names belong
-here in NeuronX Distributed, are in ``embedding.py`` and ``convolutions.py``.
+state of the generator afterwards. They are drawn on the CPU. The embedding, whose name belongs here in NeuronX
+Distributed, is in ``embedding.py``.
 """
 
 from typing import Any
@@ -24,20 +24,13 @@ from torch.nn import functional
 
 from nxdpp.ranks import parallel_state
 from nxdpp.tensor import mappings
-from nxdpp.tensor.convolutions import InputChannelParallelConv2d, OutputChannelParallelConv2d
 from nxdpp.tensor.embedding import ParallelEmbedding
 from nxdpp.tensor.initial_parts import InitMethod
 from nxdpp.tensor.overlapped_linear import WeightRows, autocast_dtype, is_trained, overlapped_linear
 from nxdpp.tensor.padding import ranges
-from nxdpp.tensor.parallel_linear import ParallelLinear
+from nxdpp.tensor.parallel_layer import ParallelLinear
 
-__all__ = [
-    "ColumnParallelLinear",
-    "InputChannelParallelConv2d",
-    "OutputChannelParallelConv2d",
-    "ParallelEmbedding",
-    "RowParallelLinear",
-]
+__all__ = ["ColumnParallelLinear", "ParallelEmbedding", "RowParallelLinear"]
 
 
 class ColumnParallelLinear(ParallelLinear):
@@ -56,8 +49,7 @@ class ColumnParallelLinear(ParallelLinear):
         stride: number of blocks of outputs, each of which is divided, such as 3 for a fused query, key and value.
         init_method: initialises the whole weight ``(O, I)`` in place; by default as in ``torch.nn.Linear``.
         sequence_dimension: the dimension of the sequence.
-        keep_master_weight: keep the initial whole weight on the CPU as ``master_weight``, which is no parameter. It is
-            ``None`` without, on the meta device and in ``deferred_init``.
+        keep_master_weight: no meaning here: no layer keeps the whole weight.
         skip_bias_add: return the output without the bias, and the bias.
         pad: pad an ``output_size`` that does not divide. Outputs behind it are zero, and no part of a gathered output.
             Without ``gather_output`` the last ranks return them: ``parallel_cross_entropy`` leaves them out with
@@ -92,20 +84,8 @@ class ColumnParallelLinear(ParallelLinear):
         tensor_model_parallel_group: ProcessGroup | None = None,
         reduce_dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(
-            input_size,
-            output_size,
-            0,
-            stride,
-            init_method,
-            sequence_parallel_enabled,
-            sequence_dimension,
-            keep_master_weight,
-            skip_bias_add,
-            pad,
-            tensor_model_parallel_group,
-            reduce_dtype,
-        )
+        options = init_method, sequence_parallel_enabled, sequence_dimension, skip_bias_add, pad
+        super().__init__(input_size, output_size, 0, stride, *options, tensor_model_parallel_group, reduce_dtype)
         self.gather_output = gather_output
         # A whole bias is added to the gathered output, a divided one to the product.
         self._bias_follows = skip_bias_add or (gather_output and self.tensor_parallel_size > 1)
@@ -128,11 +108,6 @@ class ColumnParallelLinear(ParallelLinear):
             if self.stride > 1 or self.padded_size > self.output_size:
                 output = self._in_order(output)
         return self._biased(output) if self._bias_follows else output
-
-    @property
-    def output_size_per_partition(self) -> int:
-        """Number of outputs of this rank, with padding."""
-        return self.padded_size // self.tensor_parallel_size
 
     def _product(self, input_: torch.Tensor) -> torch.Tensor:
         """This rank's part ``(..., O / ranks)`` of the product, with the bias unless it follows."""
@@ -194,20 +169,8 @@ class RowParallelLinear(ParallelLinear):
         tensor_model_parallel_group: ProcessGroup | None = None,
         reduce_dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(
-            input_size,
-            output_size,
-            1,
-            stride,
-            init_method,
-            sequence_parallel_enabled,
-            sequence_dimension,
-            keep_master_weight,
-            skip_bias_add,
-            pad,
-            tensor_model_parallel_group,
-            reduce_dtype,
-        )
+        options = init_method, sequence_parallel_enabled, sequence_dimension, skip_bias_add, pad
+        super().__init__(input_size, output_size, 1, stride, *options, tensor_model_parallel_group, reduce_dtype)
         if sequence_parallel_enabled and not input_is_parallel:
             raise ValueError(
                 "RowParallelLinear with sequence_parallel_enabled=True needs input_is_parallel=True: its input is the "

@@ -65,29 +65,6 @@ def parallel_cross_entropy(
     return losses
 
 
-def from_parallel_logits_to_logprobs(
-    vocab_parallel_logits: torch.Tensor,
-    target: torch.Tensor,
-    inference: bool = True,
-    *,
-    vocabulary_size: int | None = None,
-) -> torch.Tensor:
-    """Return the log-probability ``(B, S - 1)`` of each token of ``target`` after the first, by the logits before it.
-
-    Args:
-        vocab_parallel_logits: this rank's part ``(B, S, V / ranks)``.
-        target: the ids ``(B, S)`` that were the model's input, not shifted. The log-probability of -100 is 0.
-        inference: compute without a graph. Losses of preferences, such as DPO's, give ``False``.
-        vocabulary_size: as of ``parallel_cross_entropy``.
-
-    Raises as ``parallel_cross_entropy`` does.
-    """
-    with torch.set_grad_enabled(torch.is_grad_enabled() and not inference):
-        # The last label is no target: so the logits, of which a part would be a copy, stay as they are.
-        losses = parallel_cross_entropy(vocab_parallel_logits, target.roll(-1, -1), vocabulary_size=vocabulary_size)
-        return -losses[:, :-1]
-
-
 class _ParallelCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(

@@ -105,13 +105,6 @@ def gather_from_tensor_model_parallel_region_with_dim(
     return _map(input_, process_group, there, back)
 
 
-def reduce_scatter_to_tensor_model_parallel_region_with_dim(
-    input_: torch.Tensor, partition_dim: int, process_group: ProcessGroup | None = None
-) -> torch.Tensor:
-    """Return this rank's part along ``partition_dim`` of the sum of all ranks' tensors."""
-    return reduce_scatter_to_sequence_parallel_region(input_, partition_dim, process_group)
-
-
 def scatter_to_sequence_parallel_region(
     input_: torch.Tensor, sequence_dimension: int = 0, process_group: ProcessGroup | None = None
 ) -> torch.Tensor:

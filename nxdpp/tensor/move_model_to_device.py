@@ -6,7 +6,6 @@ import torch
 from torch import nn
 
 from nxdpp.counted import counted
-from nxdpp.devices import accelerator
 from nxdpp.gradients.replaced_parameters import check_no_optimizer_holds, watch_replaced
 from nxdpp.gradients.shards.local_tensors import is_sharded
 from nxdpp.ground.torch_names import BACKWARD_HOOKS, BUFFERS, POST_ACCUMULATE_HOOKS
@@ -65,7 +64,10 @@ def convert_parameters(
             setattr(model.get_submodule(owner), attribute, moved[old])
             continue
         keep_attributes(old, parameter)
-        _keep_hooks(old, parameter)
+        # The handles of the hooks remove them from the same dicts.
+        for kind in (BACKWARD_HOOKS, POST_ACCUMULATE_HOOKS):
+            if hooks := kind.of(old):
+                kind.set(parameter, hooks)
         moved[old] = parameter
     watch_replaced(replaced)
     return bool(moved)
@@ -115,13 +117,6 @@ def keep_attributes(old: nn.Parameter, new: nn.Parameter) -> None:
     vars(new).update(vars(old))
 
 
-def _keep_hooks(old: nn.Parameter, new: nn.Parameter) -> None:
-    """Give ``new`` the hooks of the gradient of ``old``; the handles of the hooks remove them there."""
-    for kind in (BACKWARD_HOOKS, POST_ACCUMULATE_HOOKS):
-        if hooks := kind.of(old):
-            kind.set(new, hooks)
-
-
 def checked_device(device: torch.device | str | int) -> torch.device:
     """``device`` with its index, as its tensors have it. Raises ``ValueError`` if it does not exist here."""
     try:
@@ -130,16 +125,9 @@ def checked_device(device: torch.device | str | int) -> torch.device:
     except (RuntimeError, TypeError, AssertionError, NotImplementedError) as error:
         reason = str(error).partition("\n")[0]
         raise ValueError(
-            f"there is no device {str(device)!r} here: {reason} Give one of this machine, such as "
-            f"{_example_device()!r}, or leave it out for the device of this rank."
+            f"there is no device {str(device)!r} here: {reason} Give one of this machine, such as 'cpu', or leave it "
+            f"out for the device of this rank."
         ) from error
-
-
-def _example_device() -> str:
-    if parallel_state.model_parallel_is_initialized():
-        return str(parallel_state.local_device())
-    kind = accelerator.present()
-    return "cpu" if kind is None else f"{kind}:0"
 
 
 def _is_replaced(tensor: torch.Tensor, convert: Callable[[torch.Tensor], torch.Tensor]) -> bool:

@@ -88,7 +88,9 @@ def pad_model(
             not divide after padding, and for layers whose use is not clear. Nothing is changed then.
         RuntimeError: for an optimizer that holds the parameters, and inside ``deferred_init``.
     """
-    ratio = _ratio(n_heads, tp_degree)
+    if n_heads < 1 or tp_degree < 1:
+        raise ValueError(f"n_heads={n_heads} and tp_degree={tp_degree} must be at least 1")
+    ratio = Fraction(n_heads + get_number_of_extra_heads(n_heads, tp_degree), n_heads)
     if is_recording():
         raise RuntimeError("pad_model cannot run in deferred_init: build under init_on_device(torch.device('meta'))")
     wrapped = _wrapped(model, tuple(wrapped_classes), pad_hook_fn)
@@ -101,12 +103,6 @@ def pad_model(
         if pad_hook_fn is not None:
             pad_hook_fn(module, float(ratio))
     return model
-
-
-def _ratio(n_heads: int, tp_degree: int) -> Fraction:
-    if n_heads < 1 or tp_degree < 1:
-        raise ValueError(f"n_heads={n_heads} and tp_degree={tp_degree} must be at least 1")
-    return Fraction(n_heads + get_number_of_extra_heads(n_heads, tp_degree), n_heads)
 
 
 def _wrapped(

@@ -42,6 +42,13 @@ def ranges(whole: int, part: int, blocks: int, rank: int) -> list[Range]:
     return [Range(i * block + min(rank * chunk, block), i * chunk, count) for i in range(blocks)]
 
 
+def copy_own(whole: torch.Tensor, part: torch.Tensor, parameter: torch.Tensor) -> None:
+    """Copy what ``parameter`` has of ``whole`` to ``part``, of its shape; padding in ``part`` stays as it is."""
+    dim = vars(parameter)["partition_dim"]
+    for start, own, count in own_ranges(parameter):
+        part.narrow(dim, own, count).copy_(whole.narrow(dim, start, count))
+
+
 def padded_part(parameter: nn.Parameter, padded: int) -> nn.Parameter:
     """Return this rank's part of the whole of ``parameter`` that is padded to ``padded`` elements.
 
@@ -55,10 +62,8 @@ def padded_part(parameter: nn.Parameter, padded: int) -> nn.Parameter:
     result = nn.Parameter(torch.zeros(shape, dtype=parameter.dtype, device=parameter.device), parameter.requires_grad)
     keep_attributes(parameter, result)
     if not parameter.is_meta:
-        whole = whole_of(parameter)
         with torch.no_grad():
-            for start, own, count in own_ranges(result):
-                result.narrow(dim, own, count).copy_(whole.narrow(dim, start, count))
+            copy_own(whole_of(parameter), result, result)
     return result
 
 

@@ -29,8 +29,6 @@ _OFFSET = 2718
 # Seeds are below.
 _SEEDS = 2**63
 
-_State = tuple[torch.Tensor, bytes]
-
 
 class XLARNGStatesTracker:
     """Named seeds of this rank, each of which gives random numbers other than the default generator's."""
@@ -70,12 +68,14 @@ class XLARNGStatesTracker:
                 f"there is no random state {name!r}: call model_parallel_xla_manual_seed(seed) or add({name!r}, seed)."
             )
         number = int(torch.randint(_SEEDS - 1, (), device="cpu"))
-        before = _state()
+        device = device_of(parallel_state.local_device())
+        before = torch.get_rng_state(), device.random_state()
         _seed((self._seeds[name] + number) % _SEEDS)
         try:
             yield
         finally:
-            _set_state(before)
+            torch.set_rng_state(before[0])
+            device.set_random_state(before[1])
 
 
 _tracker = XLARNGStatesTracker()
@@ -102,12 +102,3 @@ def model_parallel_xla_manual_seed(seed: int) -> None:
 def _seed(number: int) -> None:
     torch.manual_seed(number)
     device_of(parallel_state.local_device()).seed(number)
-
-
-def _state() -> _State:
-    return torch.get_rng_state(), device_of(parallel_state.local_device()).random_state()
-
-
-def _set_state(state: _State) -> None:
-    torch.set_rng_state(state[0])
-    device_of(parallel_state.local_device()).set_random_state(state[1])

@@ -25,13 +25,8 @@ from nxdpp.gradients.optimizer.partial_steps import refuse_partial_steps
 from nxdpp.ground.torch_names import FORWARD_PRE_HOOKS, MOVE, PARAMETERS
 from nxdpp.ranks import parallel_state
 
-_DEFAULTS: dict[str, Any] = {
-    "tensor_model_parallel": False,
-    "partition_dim": -1,
-    "partition_stride": 1,
-    "num_partitions": 1,
-}
-_KEPT = (*_DEFAULTS, "whole_size", "sequence_parallel_enabled")
+_OF_PARTS = ("tensor_model_parallel", "partition_dim", "partition_stride", "num_partitions")
+_KEPT = (*_OF_PARTS, "whole_size", "sequence_parallel_enabled")
 
 
 def set_tensor_model_parallel_attributes(
@@ -42,15 +37,8 @@ def set_tensor_model_parallel_attributes(
         replica_step_check.begin()
         refuse_partial_steps()
     values = (is_parallel, dim, stride, num_partitions)
-    for name, value in zip(_DEFAULTS, values, strict=True):
+    for name, value in zip(_OF_PARTS, values, strict=True):
         setattr(tensor, name, value)
-
-
-def set_defaults_if_not_set_tensor_model_parallel_attributes(tensor: torch.Tensor) -> None:
-    """Give ``tensor`` the attributes of a whole one where it has none."""
-    for name, value in _DEFAULTS.items():
-        if not hasattr(tensor, name):
-            setattr(tensor, name, value)
 
 
 def copy_tensor_model_parallel_attributes(destination_tensor: torch.Tensor, source_tensor: torch.Tensor) -> None:

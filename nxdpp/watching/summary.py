@@ -1,6 +1,5 @@
 """A run in one JSON object: what the terminal and the page show."""
 
-import math
 import re
 from collections.abc import Sequence
 from statistics import fmean
@@ -10,8 +9,6 @@ from nxdpp.counted import counted
 from nxdpp.schedules.view.labels import NAMES, Labels, shade
 from nxdpp.watching.metrics_reader import RankMetrics, RunMetrics
 
-# Points of a curve.
-_POINTS = 300
 # Stages of a rank that are shown one by one.
 _STAGES = 8
 # Numbers above it could not be added up, or drawn.
@@ -47,7 +44,10 @@ def summary_of(run: RunMetrics, now: float) -> dict[str, Any]:
         "state": "fault" if faults else "done" if is_done else "running" if left is None else "left",
         "left": left,
         "world": world,
-        "curves": {name: _thinned(curve) for name, curve in curves.items()},
+        "curves": {
+            name: [(step, value if abs(value) < _GREATEST else None) for step, value in curve]
+            for name, curve in curves.items()
+        },
         "latest": {name: _shown(curve[-1][1]) for name, curve in curves.items()},
         "ranks": [_row(number, rank, faults) for number, rank in ranks.items()],
         "strip": _strip(ranks),
@@ -152,15 +152,6 @@ def _experts(ranks: dict[int, RankMetrics]) -> list[float] | None:
     except (ValueError, TypeError, OverflowError):
         return None
     return sums if min(sums, default=0) >= 0 and sum(sums) < _GREATEST else None
-
-
-def _thinned(curve: Sequence[tuple[int, float]]) -> list[tuple[float, float | None]]:
-    """Return at most ``_POINTS`` means of neighbours, and the last value as it is."""
-    size = math.ceil(len(curve) / _POINTS)
-    parts = [curve[at : at + size] for at in range(0, len(curve), size)]
-    points = [(part[-1][0], sum(value for _, value in part) / len(part)) for part in parts]
-    points[-1] = curve[-1]
-    return [(step, value if abs(value) < _GREATEST else None) for step, value in points]
 
 
 def _shown(value: float) -> str:

@@ -12,7 +12,7 @@ from torch._dynamo.utils import counters
 from nxdpp import NxDPPModel, apply_compile, parallel_state, tensor_parallelize
 from nxdpp.devices.collective_bytes import sent_bytes
 from nxdpp.pipeline.layer_compilation import compile_modules, compiled_modules
-from nxdpp.tensor.utils import local_slice
+from tests.support.local_slice import local_slice
 from tests.support.models import llama, padded_batch
 from tests.support.run_ranks import run_ranks
 from tests.support.tensor_parallel_models import Model, ParallelLayer, ParallelModel

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 # Keys of these are names of inputs or numbers of ranks.
-_FREE = ("microbatch_shapes", "microbatch_shapes_of_one_sample", "refused_tensor_ranks")
+_FREE = ("sample", "refused")
 
 
 def keys_of(document: dict[str, Any]) -> set[str]:

@@ -95,9 +95,9 @@ def _trained(case: Case, cuts: list[str]) -> dict[str, int]:
     own = _storages(held)
     parallel_state.destroy_model_parallel()
     return {
-        "weight_bytes": sum(own.values()),
-        "gradient_bytes": sum(_storages(gradients).values()),
-        "optimizer_bytes": sum((_storages([*moments, *masters]) | dict.fromkeys(own, 0)).values()),
+        "weights": sum(own.values()),
+        "gradients": sum(_storages(gradients).values()),
+        "optimizer": sum((_storages([*moments, *masters]) | dict.fromkeys(own, 0)).values()),
     }
 
 
@@ -117,9 +117,9 @@ def test_the_state_is_that_of_real_ranks(tmp_path: Path, capsys: pytest.CaptureF
         assert main(["plan", str(tmp_path), "--json", *case.flags()]) == 0
         plans.append(json.loads(capsys.readouterr().out))
         assert plans[-1]["dtype"] == (case.dtype or "float32")
-    measured = run_ranks(PIPELINE * DATA, _rank, [plan["layouts"][0]["cuts"] for plan in plans])
+    measured = run_ranks(PIPELINE * DATA, _rank, [plan["best"][0]["cuts"] for plan in plans])
 
     for number, (case, plan) in enumerate(zip(CASES, plans, strict=True)):
         for rank, real in enumerate(of_rank[number] for of_rank in measured):
-            predicted = plan["layouts"][0]["ranks"][rank // DATA]
+            predicted = plan["best"][0]["memory"][rank // DATA]
             assert {name: predicted[name] for name in real} == real, (case, rank)

@@ -38,8 +38,8 @@ def test_data_parallel_size_follows_from_the_others(world_size: int, tensor: int
 SIZES_THAT_DO_NOT_FIT = {
     (1, 2): ("3 ranks", "size 1", "size 2", "torchrun --nproc-per-node 2"),
     (2, 2): ("3 ranks", "replicas of 4"),
-    (0, 1): ("at least 1", "not 0 and 1"),
-    (1, -1): ("at least 1", "not 1 and -1"),
+    (0, 1): ("tensor_model_parallel_size=0", "at least 1"),
+    (1, -1): ("pipeline_model_parallel_size=-1", "at least 1"),
 }
 
 
@@ -67,7 +67,7 @@ def _initialize_three_times(rank: int) -> list[int]:
         parallel_state.initialize_model_parallel(1, pipeline)
         assert parallel_state.get_device_mesh() is mesh
         with pytest.raises(
-            RuntimeError, match=f"tensor size 1 and pipeline size {pipeline}, which differs from 2 and 1"
+            RuntimeError, match=f"pipeline size {pipeline}, which differs from tensor size 2 and pipeline size 1"
         ):
             parallel_state.initialize_model_parallel(2, 1)
         parallel_state.destroy_model_parallel()

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from nxdpp.schedules.balance import LayerCost, MemoryLimit, balanced_cuts
 from nxdpp.schedules.families.registry import FAMILIES
-from nxdpp.schedules.memory import in_flight
+from nxdpp.schedules.simulate import in_flight
 
 
 def _layers(work: Sequence[float], state: Sequence[int] = (), activations: Sequence[int] = ()) -> list[LayerCost]:

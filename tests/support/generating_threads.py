@@ -96,7 +96,7 @@ def generate_on_threads(
     errors: list[BaseException] = []
 
     def run(rank: int, own: Any) -> None:
-        messages = _Queues(rank, stages, queues)
+        messages: Any = _Queues(rank, stages, queues)
         try:
             with torch.no_grad():
                 one = GeneratingRank(own, "", partition, Placement(stages, 1), messages, _CPU, 1, {})

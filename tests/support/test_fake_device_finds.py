@@ -31,11 +31,10 @@ from nxdpp.pipeline.local.tied_weights import TiedWeights
 from nxdpp.pipeline.p2p.channel import RemoteChannel
 from nxdpp.pipeline.p2p.transport import Transport
 from nxdpp.pipeline.stages import answered_call
-from nxdpp.ranks.faults.board import board
+from nxdpp.ranks.faults.board import StreamWaits, board
 from nxdpp.ranks.faults.local_peers import LocalPeers
 from nxdpp.ranks.faults.progress import Progress
 from nxdpp.ranks.faults.roll_call import own_answer
-from nxdpp.ranks.faults.stream_waits import StreamWaits
 from nxdpp.ranks.faults.timeouts import Timeouts
 from tests.support import fake_device
 from tests.support.fake_device import deadlock

@@ -12,7 +12,7 @@ from torch.nn import functional
 from nxdpp.ranks import parallel_state
 from nxdpp.tensor.layers import ColumnParallelLinear, ParallelEmbedding, RowParallelLinear
 from nxdpp.tensor.padding import whole_of
-from nxdpp.tensor.utils import local_slice
+from tests.support.local_slice import local_slice
 from tests.support.run_ranks import run_ranks
 
 SHAPES = {2: (12, 8), 3: (8, 3, 8)}

@@ -10,7 +10,7 @@ from torch.nn import functional
 from nxdpp.ranks import parallel_state
 from nxdpp.tensor import loss_functions
 from nxdpp.tensor.layers import ColumnParallelLinear
-from nxdpp.tensor.loss_functions import from_parallel_logits_to_logprobs, parallel_cross_entropy
+from nxdpp.tensor.loss_functions import parallel_cross_entropy
 from nxdpp.tensor.utils import split_tensor_along_last_dim
 from tests.support.run_ranks import run_ranks
 
@@ -59,7 +59,6 @@ def _all_cases(rank: int, size: int) -> None:
     _certain_labels(size)
     for vocabulary in (11, 5):
         _padded(vocabulary)
-    _log_probabilities(size)
     # Other devices tell it later.
     for label in (-1, 24) if torch.empty(0).is_cpu else ():
         with pytest.raises(IndexError, match=f"label {label} is outside of the vocabulary of 24"):
@@ -109,10 +108,6 @@ def _padded(vocabulary: int) -> None:
         torch.testing.assert_close(given.grad, theirs.grad, rtol=1e-5, atol=1e-6)
         own = vocabulary - parallel_state.get_tensor_model_parallel_rank() * logits.shape[-1]
         assert not logits.grad[:, max(0, own) :].any()
-    ids = labels[:-1].roll(1)[None]
-    found = from_parallel_logits_to_logprobs(logits[None, :-1], ids, vocabulary_size=vocabulary)
-    expected = whole(x)[:-2].log_softmax(-1).gather(-1, ids[0, 1:, None]).T
-    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
     columns = head.padded_size
     if columns > vocabulary and logits.is_cpu:
         with pytest.raises(IndexError, match=f"label {vocabulary} is outside of the vocabulary of {vocabulary}"):
@@ -120,25 +115,6 @@ def _padded(vocabulary: int) -> None:
     for wrong in (0, columns + 1):
         with pytest.raises(ValueError, match=f"vocabulary_size={wrong} must be from 1 to {columns}"):
             parallel_cross_entropy(logits.detach(), labels, vocabulary_size=wrong)
-
-
-def _log_probabilities(size: int) -> None:
-    whole = torch.randn(2, 5, 24, generator=torch.Generator().manual_seed(1)).requires_grad_()
-    ids = torch.randint(24, (2, 5), generator=torch.Generator().manual_seed(2))
-    expected = whole.log_softmax(-1)[:, :-1].gather(-1, ids[:, 1:, None]).squeeze(-1)
-    own = split_tensor_along_last_dim(whole.detach(), size)[parallel_state.get_tensor_model_parallel_rank()]
-    for inference in (True, False):
-        given = own.clone().requires_grad_()
-        found = from_parallel_logits_to_logprobs(given, ids, inference=inference)
-        torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
-        assert found.requires_grad is not inference
-    weights = torch.randn(2, 4, generator=torch.Generator().manual_seed(3))
-    (found * weights).sum().backward()
-    (expected * weights).sum().backward()
-    assert given.grad is not None
-    assert whole.grad is not None
-    part = split_tensor_along_last_dim(whole.grad, size)[parallel_state.get_tensor_model_parallel_rank()]
-    torch.testing.assert_close(given.grad, part, rtol=1e-5, atol=1e-6)
 
 
 def _extremes(size: int) -> None:

@@ -10,8 +10,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from nxdpp.ranks import parallel_state
 from nxdpp.tensor import mappings
-from nxdpp.tensor.utils import local_slice
 from tests.support.held_tensors import held_tensors, holds_graph
+from tests.support.local_slice import local_slice
 from tests.support.run_ranks import run_ranks
 
 DTYPES = (torch.float32, torch.bfloat16)

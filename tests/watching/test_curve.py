@@ -1,6 +1,6 @@
 """Curves that keep a bounded number of points."""
 
-from nxdpp.watching.curve import MOST_POINTS, Curve
+from nxdpp.watching.metrics_reader import MOST_POINTS, Curve
 
 
 def test_few_values_are_kept_as_they_are() -> None:

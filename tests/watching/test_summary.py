@@ -66,7 +66,7 @@ def test_a_long_curve_is_thinned_and_ends_with_its_last_value(tmp_path: Path) ->
     lines(tmp_path, 0, step(0, 1001, norm="inf"))
     found = _summary(tmp_path)
     norms = found["curves"]["norm"]
-    assert len(norms) == 251
-    assert norms[:2] == [(4, 2.5), (8, 6.5)]
+    assert len(norms) == 501
+    assert norms[:2] == [(1, 1.0), (3, 2.5)]
     assert norms[-1] == (1001, None)
     assert found["latest"]["norm"] == "inf"

@@ -145,7 +145,6 @@ def _linears() -> dict[str, Callable[[], Tensors]]:
             given=_own(_random(4, 6, INNER), -1), input_is_parallel=True, sequence_parallel_enabled=True
         ),
         "embedding": embedding,
-        "embedding with a largest norm": partial(embedding, max_norm=1.0),
         "embedding of sequences": partial(embedding, sequence_parallel_enabled=True, sequence_dimension=1),
         "query, key, value, gathered": partial(qkv, given=x),
         "query, key, value of sequences": lambda: qkv(given=_own(x, 0), sequence_parallel_enabled=True),

@@ -20,7 +20,7 @@ from nxdpp.checkpoint.commands.rank_directory import rank_source, write_ranks
 from nxdpp.checkpoint.commands.source import Source, SourceOptimizer, check_free, meta_model, plain_model, with_dtypes
 from nxdpp.checkpoint.distributed import directory
 from nxdpp.checkpoint.distributed.directory import DOCUMENT
-from nxdpp.checkpoint.distributed.document import OF_MODEL, OF_OPTIMIZER, Document, write_document
+from nxdpp.checkpoint.distributed.document import OF_MODEL, OF_OPTIMIZER, write_document
 from nxdpp.checkpoint.distributed.reads import read_tensors
 from nxdpp.checkpoint.distributed.rectangles import whole
 from nxdpp.checkpoint.files.checksummed_writer import write_streamed
@@ -117,27 +117,18 @@ def sharded_source(path: Path, config: Path | None, plain: bool = False, optimiz
     sources = model.sources({name: each.shape for name, each in saved.items()}, content["ties"], folder)
     layouts = {name: saved[source] for name, source in sources.items()}
     with_dtypes(model, layouts)
+    every = document.layouts()
 
     def read(name: str) -> torch.Tensor:
-        values = torch.empty(layouts[name].shape, dtype=layouts[name].dtype, device="cpu")
-        read_tensors(folder, metadata, {f"{OF_MODEL}{sources[name]}": whole(values)})
+        values = torch.empty(every[name].shape, dtype=every[name].dtype, device="cpu")
+        read_tensors(folder, metadata, {name: whole(values)})
         return values
 
-    return Source(model, layouts, read, _optimizer_in(folder, document) if optimizer else None)
-
-
-def _optimizer_in(folder: Path, document: Document) -> SourceOptimizer | None:
-    content = document.content["optimizer"]
-    if content is None:
-        return None
-    layouts = {f"{OF_OPTIMIZER}{name}": each for name, each in document.layouts(OF_OPTIMIZER).items()}
-
-    def read(name: str) -> torch.Tensor:
-        values = torch.empty(layouts[name].shape, dtype=layouts[name].dtype, device="cpu")
-        read_tensors(folder, document.metadata, {name: whole(values)})
-        return values
-
-    return SourceOptimizer(content, layouts, read)
+    state = None
+    if optimizer and content["optimizer"] is not None:
+        of_optimizer = {name: each for name, each in every.items() if name.startswith(OF_OPTIMIZER)}
+        state = SourceOptimizer(content["optimizer"], of_optimizer, read)
+    return Source(model, layouts, lambda name: read(f"{OF_MODEL}{sources[name]}"), state)
 
 
 def write_sharded(source: Source, destination: Path) -> None:

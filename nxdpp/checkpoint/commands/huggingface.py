@@ -42,18 +42,20 @@ def huggingface_source(path: Path, config: Path | None, plain: bool = False) -> 
             f"{path} holds an adapter, and a conversion is for the weights of a whole model: load it with "
             f"nxdpp.load_pretrained into a PeftModel, and save that with nxdpp.save_checkpoint."
         )
-    if plain:
-        quantiser_of(path, settings_of(path), False, nn.Module())
-        return _plain_source(path)
-    model = meta_model(texts_in(path), config, path)
     if can_dequantise(path):
         raise ValueError(
             f"{path} has quantized weights, and a conversion keeps all values. Load them with "
             f"nxdpp.load_pretrained(model, {str(path)!r}, dequantize=True), and save that model."
         )
-    quantiser_of(path, settings_of(path), False, model.module)
+    quantiser_of(path, settings_of(path), False, nn.Module())
     stored = stored_tensors(path)
     check_no_parts(stored, path)
+    if plain:
+        layouts = layouts_of(stored)
+        model = plain_model(layouts, {}, path)
+        ordered = {name: layouts[name] for name in model.tensors.tensors}
+        return Source(model, ordered, lambda name: stored[name].read())
+    model = meta_model(texts_in(path), config, path)
     expected = tensors_of(model.module)
     target = Target(model.module, expected, expected, model.tied_names, remedy=_REMEDY)
     files, found = fitting_tensors(target, stored, Accepted(widths=True), path, type(model.module))
@@ -68,15 +70,6 @@ def huggingface_source(path: Path, config: Path | None, plain: bool = False) -> 
         tensor = found.provided[source].convert(lambda each: stored[each].on_meta(), model.module)[source]
         layouts[name] = layout_of(tensor)
     return Source(model, layouts, lambda name: made.tensor(found.provided[provided[name]], provided[name]))
-
-
-def _plain_source(path: Path) -> Source:
-    stored = stored_tensors(path)
-    check_no_parts(stored, path)
-    layouts = layouts_of(stored)
-    model = plain_model(layouts, {}, path)
-    ordered = {name: layouts[name] for name in model.tensors.tensors}
-    return Source(model, ordered, lambda name: stored[name].read())
 
 
 def write_huggingface(source: Source, destination: Path, largest: int = SHARD_BYTES) -> None:

@@ -1,23 +1,19 @@
 """Printed form of what a path has: a title, lines, and a table of tensors; or all of it as JSON."""
 
 import json
-import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
-from rich.cells import cell_len
 from rich.console import Console
 
 from nxdpp.checkpoint.files.pieces import StoredLayout, printable
 from nxdpp.counted import counted
-from nxdpp.schedules.view.tables import NARROWEST, tables
+from nxdpp.schedules.view.tables import tables
 
 _UNITS = ("B", "KiB", "MiB", "GiB")
 _LONGEST = 1000
-_GAP = 2
-"""Columns between two of the table."""
 
 
 @dataclass
@@ -53,13 +49,8 @@ class Listing:
         for name, text in [*self._summary(), *self.lines]:
             out.print(f"{printable(name):<13} {printable(text, _LONGEST)}", soft_wrap=True)
         heads = ("tensor", "dtype", "shape", self.bytes_title)
-        rows = [self._row(name) for name in self.tensors]
         if self.tensors:
-            figures = sum(_GAP + max(cell_len(row[at]) for row in (heads, *rows)) for at in range(1, len(heads)))
-            if figures + NARROWEST <= out.width:
-                out.print(*tables(heads, rows, out.width, left=3, folded=0))
-            else:
-                _print_lines(out, heads, rows)
+            out.print(*tables(heads, [self._row(name) for name in self.tensors], out.width, left=3, folded=0))
         if self.rest:
             out.print(self.rest)
 
@@ -87,15 +78,6 @@ class Listing:
         }
         found = {"format": self.format, "path": self.path, **self.values, "tensors": tensors}
         return json.dumps(found, indent=2, allow_nan=False)
-
-
-def _print_lines(out: Console, heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print each tensor in lines of its own, for a terminal that is too narrow for a table."""
-    for name, *figures in (heads, *rows):
-        out.print(name, overflow="fold")
-        text = (" " * _GAP).join(figures)
-        lines = textwrap.wrap(text, out.width, initial_indent="  ", subsequent_indent="  ", break_long_words=False)
-        out.print("\n".join(lines), soft_wrap=True)
 
 
 def sized(count: float) -> str:

@@ -5,7 +5,7 @@ rank 1   optimizer=None  ─┴──────────────┴─�
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from nxdpp.checkpoint.files.checksummed_reader import DamagedFile
 from nxdpp.ranks.exchange import Exchange
@@ -15,7 +15,7 @@ KINDS = (DamagedFile, OSError, ValueError)
 
 
 class CollectiveCall(NamedTuple):
-    """A collective call of the function ``name`` on one rank, with a ``note`` that the ranks tell each other.
+    """A collective call of the function ``name`` on one rank.
 
     ``arguments`` has by name a text of those that must be equal on all ranks. This rank gives the ones in ``of_first``,
     which count on rank 0.
@@ -24,19 +24,16 @@ class CollectiveCall(NamedTuple):
     name: str
     arguments: Mapping[str, str] = {}
     of_first: Sequence[str] = ()
-    note: Any = None
 
 
-def same_call(exchange: Exchange, describe: Callable[[], CollectiveCall]) -> list[Any]:
-    """Return the notes of all ranks; collective over all ranks.
+def same_call(exchange: Exchange, describe: Callable[[], CollectiveCall]) -> None:
+    """Raise ``ValueError`` on all ranks for calls that differ; collective over all ranks.
 
-    ``describe`` checks the arguments of this rank, and returns its call. Its error is raised on all ranks. Raises
-    ``ValueError`` on all ranks for calls that differ.
+    ``describe`` checks the arguments of this rank, and returns its call. Its error is raised on all ranks.
     """
     calls = exchange.all_together(describe)
     for rank, call in enumerate(calls):
         _compare(calls[0], call, rank)
-    return [call.note for call in calls]
 
 
 def given(value: object) -> str:

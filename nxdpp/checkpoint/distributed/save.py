@@ -220,11 +220,6 @@ class BackgroundSaves:
         self._stager: DefaultStager | None = None
         self._thread: threading.Thread | None = None
 
-    @property
-    def is_in_flight(self) -> bool:
-        """A save has not ended on this rank."""
-        return self._thread is not None and self._thread.is_alive()
-
     def start(self, save: Save, state: Captured) -> None:
         """Plan ``save``, copy its values, and write them in a thread; collective over all ranks.
 

@@ -8,11 +8,14 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
+from nxdpp.agreement.comparison import unequal
+from nxdpp.agreement.same_values import sample
+from nxdpp.counted import counted
 from nxdpp.doors.local_modules import over_the_same_memory
-from nxdpp.doors.nnscaler.sent_values import take_first_values
 from nxdpp.doors.nnscaler.state_dicts.extra_state import parallel_modules
 from nxdpp.initialization.deferred_init import deferred_init
 from nxdpp.ranks.exchange import Exchange
+from nxdpp.ranks.group_values import from_rank_0
 
 
 class ModuleSource:
@@ -73,7 +76,7 @@ class ModuleSource:
             self._random_state = Exchange().from_first(torch.get_rng_state)
             return
         self._whole = self._converted(shared_copy(self.given))
-        take_first_values(self._whole)
+        _take_first_values(self._whole)
 
     def make(self, without_memory: bool) -> nn.Module:
         """Return the module with the values of rank 0; collective over all ranks, after ``take_first_values``.
@@ -89,7 +92,7 @@ class ModuleSource:
                 return deferred_init(self._made)
             module = self._made()
         # A constructor may draw from generators other than torch's.
-        take_first_values(module)
+        _take_first_values(module)
         return module
 
     def _made(self) -> nn.Module:
@@ -152,3 +155,32 @@ def take_own_memory(part: nn.Module, module: nn.Module) -> None:
 
 def _memory(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
+
+
+def _take_first_values(module: nn.Module) -> None:
+    """Give all ranks the parameters and buffers of rank 0, in new memory; collective over all ranks.
+
+    nnScaler keeps the values of the module that rank 0 has traced. Nothing is sent if all ranks have equal values.
+    Tensors on the meta device have no values to compare.
+
+    Raises ``ValueError`` for modules with different names, shapes or dtypes than on rank 0.
+    """
+    named = [*module.named_parameters(), *module.named_buffers()]
+    tensors = [(name, tensor) for name, tensor in named if not tensor.is_meta]
+    found = unequal([f"{name} {tuple(tensor.shape)} {tensor.dtype}" for name, tensor in tensors])
+    if found is not None:
+        pairs = zip(*([*kinds, "nothing"] for kinds in found.values), strict=False)
+        there, here = next(pair for pair in pairs if pair[0] != pair[1])
+        raise ValueError(f"rank {found.ranks[1]} gave another module than rank 0: it has {here}, and rank 0 {there}")
+    everyones = Exchange().gather([sample(tensor, tensor.numel()) for _, tensor in tensors])
+    differ = [each for each, digests in zip(tensors, zip(*everyones, strict=True), strict=True) if len({*digests}) > 1]
+    if not differ:
+        return
+    warnings.warn(
+        f"the ranks gave modules with other values ({differ[0][0]} is the first of {counted(len(differ), 'tensor')}): "
+        f"all take those of rank 0",
+        stacklevel=4,
+    )
+    for _, tensor in differ:
+        tensor.data = tensor.detach().clone()
+        tensor.data.copy_(from_rank_0(tensor.detach()))

@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Self
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from nxdpp.doors.local_modules import LocalModules
@@ -122,21 +121,6 @@ class ParallelModule(nn.Module):
     def compute_config(self) -> ComputeConfig:
         """The configuration that ``parallelize`` was given."""
         return self._config
-
-    @property
-    def rank(self) -> int:
-        """Global rank of this process."""
-        return dist.get_rank()
-
-    @property
-    def use_scheduler(self) -> bool:
-        """``True`` if the ranks of a unit are a pipeline."""
-        return self._pipeline is not None
-
-    @property
-    def nmicros_per_scheduler_step(self) -> int:
-        """Number of samples that a step of a pipeline takes; 1 without a pipeline, which takes any number."""
-        return self._layout.microbatches or 1
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return what the module returns; collective over the tensor-parallel ranks of a unit.

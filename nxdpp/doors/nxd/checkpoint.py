@@ -54,9 +54,8 @@ def save_checkpoint(
     avoid_saving_lower_precision_weights: bool = False,
     *,
     grad_scaler: Stateful | None = None,
-    when_busy: str = "wait",
     format: str = "nxdpp",
-) -> bool:
+) -> None:
     """Save a training in ``path/tag``, for any layout of ranks to load; collective over all ranks.
 
     A checkpoint has original names and whole shapes. The states of all ranks' random generators belong to it. Files
@@ -75,8 +74,8 @@ def save_checkpoint(
         scheduler, grad_scaler: objects with ``state_dict``; rank 0 saves its own, and of schedulers the values for the
             groups of all ranks. Several schedulers in a list or a dict.
         user_content: of rank 0: numbers, strings, tensors, lists, tuples and dicts of them.
-        num_workers: at least 1, and otherwise without effect. Each rank writes its own part without a copy of it in
-            host memory, so all may write at once.
+        num_workers: without effect. Each rank writes its own part without a copy of it in host memory, so all may
+            write at once.
         use_xser: without effect: files are safetensors. They are written tensor by tensor.
         num_kept_ckpts: number of checkpoints to keep, at least 1; ``None`` and -1 keep all.
         async_save: return when the values are copied to host memory. A thread writes them. Its error is raised by a
@@ -86,13 +85,9 @@ def save_checkpoint(
         use_zero1_dcp: without effect: torch.distributed.checkpoint plans all saves.
         avoid_saving_lower_precision_weights: without effect: the weights are saved next to the master weights of
             ZeRO-1, so that a model can be loaded without its optimizer.
-        when_busy: ``"wait"`` for a save in flight, or ``"skip"`` this one.
         format: ``"nxdpp"``, or ``"dcp"``: ``torch.distributed.checkpoint.load`` and ``dcp_to_torch_save`` read
             ``path/tag`` too. It has ``model`` and ``optimizer`` with the names that torch's ``get_state_dict`` has in
             one process. Not in a store.
-
-    Returns:
-        ``False`` if the save was skipped.
 
     Raises:
         ValueError: for content that a checkpoint cannot hold, and for states of ranks that contradict each other. For
@@ -107,8 +102,7 @@ def save_checkpoint(
 
     def call() -> CollectiveCall:
         arguments.check_parts(model, optimizer, scheduler, grad_scaler)
-        arguments.check_counts(num_workers, kept)
-        arguments.check_when_busy(when_busy)
+        arguments.check_kept(kept)
         arguments.check_format(format, arguments.place_of(path))
         compared = {
             "path": repr(str(arguments.place_of(path))),
@@ -116,18 +110,15 @@ def save_checkpoint(
             **_parts(model, optimizer, scheduler, grad_scaler),
             "num_kept_ckpts": str(kept),
             "async_save": str(bool(async_save)),
-            "when_busy": repr(when_busy),
             "format": repr(format),
         }
         of_first = [] if user_content is None else ["user_content"]
-        return CollectiveCall("save_checkpoint", compared, of_first, _saves.is_in_flight)
+        return CollectiveCall("save_checkpoint", compared, of_first)
 
     failure_watch.refuse_after_failure()
     with board.call("save_checkpoint"):
         exchange = Exchange(kinds=KINDS)
-        are_in_flight = same_call(exchange, call)
-        if when_busy == "skip" and any(are_in_flight):
-            return False
+        same_call(exchange, call)
         _saves.wait()
         own = arguments.model_of(model), arguments.optimizers_of(optimizer), arguments.scheduler_of(scheduler)
         state = exchange.together(lambda: captured(*own, grad_scaler, user_content))
@@ -142,7 +133,6 @@ def save_checkpoint(
             _saves.start(save, state)
         else:
             save.write(save.plan(state))
-    return True
 
 
 def finalize_checkpoint() -> None:
@@ -221,7 +211,6 @@ def load_checkpoint(
 
     def call() -> CollectiveCall:
         arguments.check_parts(model, optimizer, scheduler, grad_scaler)
-        arguments.check_counts(num_workers)
         compared = {
             "path": repr(str(arguments.place_of(path))),
             "tag": repr(None if tag is None else arguments.tag_of(tag)),

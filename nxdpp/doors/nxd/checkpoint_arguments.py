@@ -19,7 +19,6 @@ from nxdpp.doors.nxd.model import NxDModel
 from nxdpp.doors.nxd.optimizer import NxDOptimizer
 from nxdpp.tensor.rank_files import local_path
 
-_BUSY = ("wait", "skip")
 _FORMATS = ("nxdpp", "dcp")
 
 
@@ -168,21 +167,10 @@ def check_format(format: str, place: Path | str) -> None:
         raise ValueError(f"format='dcp' is for a file system, and {place} is the address of a store: leave it out.")
 
 
-def check_counts(num_workers: object, num_kept_ckpts: object = None) -> None:
-    """Raise ``ValueError`` for numbers that are not at least 1."""
-    if not _is_positive(num_workers):
-        raise ValueError(f"num_workers={num_workers!r} must be a whole number of at least 1.")
-    if num_kept_ckpts is not None and not _is_positive(num_kept_ckpts):
+def check_kept(num_kept_ckpts: Any) -> None:
+    """Raise ``ValueError`` for a number of checkpoints to keep that is not at least 1; ``None`` keeps all."""
+    is_number = isinstance(num_kept_ckpts, int) and not isinstance(num_kept_ckpts, bool)
+    if num_kept_ckpts is not None and not (is_number and num_kept_ckpts >= 1):
         raise ValueError(
             f"num_kept_ckpts={num_kept_ckpts!r} must be a whole number of at least 1, or None or -1 to keep all."
         )
-
-
-def check_when_busy(when_busy: str) -> None:
-    """Raise ``ValueError`` for a word that is not known."""
-    if when_busy not in _BUSY:
-        raise ValueError(f"when_busy={when_busy!r} must be one of {', '.join(map(repr, _BUSY))}.")
-
-
-def _is_positive(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1

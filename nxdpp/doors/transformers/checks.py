@@ -9,22 +9,14 @@ from transformers.trainer_optimizer import is_optimizer_factory
 from nxdpp.pipeline.microbatches.token_budget import check_budget
 from nxdpp.pipeline.model import NxDPPModel
 
-# Arguments of NxDPPModel that the trainer sets itself.
-_OWN = ("num_microbatches", "loss_normalization", "count_items_fn", "grad_scaler", "use_zero1_optimizer")
-# Arguments that PipelineTrainer has itself.
-_NAMED = ("schedule", "virtual_pipeline_size", "partition")
-_NO_LOSS_RETURN = "Trainer gets the loss of each batch on all ranks"
-# Arguments that would change nothing here, or change the loss in a way that Trainer does not.
-_WITHOUT_USE = {
-    "loss_fn": "the last stage computes the model's own loss. Compute it in the model's forward",
-    "loss_over": "the batches of an optimizer step are its microbatches, each with a loss of its own",
-    "input_names": "Trainer adds num_items_in_batch to the inputs",
-    "split_inputs_fn": "the batches of an optimizer step are its microbatches",
-    "shared_inputs": "the batches of an optimizer step are its microbatches",
-    "batch_dimension": "the batches of an optimizer step are its microbatches",
-    "return_mb_loss": _NO_LOSS_RETURN,
-    "broadcast_and_average_loss": _NO_LOSS_RETURN,
-    "return_loss_on_cpu": _NO_LOSS_RETURN,
+# Arguments of NxDPPModel that would change nothing here, or change the loss in a way that Trainer does not, by reason.
+_REFUSED = {
+    "give it to PipelineTrainer itself": "num_microbatches schedule virtual_pipeline_size partition",
+    "the trainer sets it": "loss_normalization count_items_fn grad_scaler use_zero1_optimizer",
+    "the last stage computes the model's own loss. Compute it in the model's forward": "loss_fn",
+    "Trainer adds num_items_in_batch to the inputs": "input_names",
+    "the batches of an optimizer step are its microbatches": "loss_over split_inputs_fn shared_inputs batch_dimension",
+    "Trainer gets the loss of each batch on all ranks": "return_mb_loss broadcast_and_average_loss return_loss_on_cpu",
 }
 _NO_SPLIT = "Use num_microbatches=gradient_accumulation_steps, which splits no batch."
 
@@ -67,29 +59,17 @@ def check_optimizer(
 
 def check_pipeline_arguments(given: Mapping[str, Any] | None) -> None:
     """Raise ``ValueError`` for arguments of ``NxDPPModel`` that the trainer sets itself, has, or has no use for."""
-    names = set(given or {})
-    if own := sorted(set(_OWN) & names):
-        raise ValueError(f"pipeline_arguments: the trainer sets {', '.join(own)} itself. Leave them out.")
-    if named := sorted(set(_NAMED) & names):
-        raise ValueError(f"pipeline_arguments: give {', '.join(named)} to PipelineTrainer itself.")
-    for name, reason in _WITHOUT_USE.items():
-        if name in names:
-            raise ValueError(f"PipelineTrainer cannot honour {name} of pipeline_arguments: {reason}. Leave it out.")
-    _check_loss_spec((given or {}).get("output_loss_value_spec"))
-
-
-def _check_loss_spec(spec: Any) -> None:
-    """Raise ``ValueError`` for a loss in a place where evaluations do not read it."""
-    if isinstance(spec, Mapping):
-        marked: list[Any] = [name for name, is_loss in spec.items() if is_loss]
-    elif isinstance(spec, tuple | list):
-        marked = [place for place, is_loss in enumerate(spec) if is_loss]
-    else:
-        return
-    if marked not in (["loss"], [0]):
+    for reason, names in _REFUSED.items():
+        if refused := ", ".join(name for name in names.split() if name in (given or {})):
+            raise ValueError(f"PipelineTrainer cannot honour {refused} of pipeline_arguments: {reason}. Leave it out.")
+    spec: Any = (given or {}).get("output_loss_value_spec")
+    if isinstance(spec, tuple | list):
+        spec = dict(enumerate(spec))
+    marked: list[Any] = [place for place, is_loss in spec.items() if is_loss] if isinstance(spec, Mapping) else []
+    if marked not in ([], ["loss"], [0]):
         raise ValueError(
-            f"PipelineTrainer cannot honour output_loss_value_spec={spec!r} of pipeline_arguments: Trainer reads the "
-            f"loss as 'loss' of a dict, or as the first value of a tuple. Return it there."
+            f"PipelineTrainer cannot honour output_loss_value_spec of pipeline_arguments with the loss at {marked}: "
+            f"Trainer reads the loss as 'loss' of a dict, or as the first value of a tuple. Return it there."
         )
 
 

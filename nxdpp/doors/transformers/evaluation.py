@@ -27,8 +27,8 @@ from nxdpp.doors.transformers.data import check_divided
 from nxdpp.doors.transformers.data_randomness import DataRandomness
 from nxdpp.doors.transformers.generating import GeneratedPredictions
 from nxdpp.doors.transformers.last_batch import LastBatch, with_own_labels
-from nxdpp.doors.transformers.pipelined_model import TrainerModel
 from nxdpp.ground.transformers_names import BEGIN_LOADER, END_LOADER
+from nxdpp.pipeline.model import NxDPPModel
 from nxdpp.ranks import parallel_state
 from nxdpp.ranks.faults.waits import Wait
 
@@ -93,7 +93,7 @@ class Windows:
 class EvaluatingTrainer(Trainer):
     """The evaluations of ``PipelineTrainer``, each collective over all ranks."""
 
-    pipelined: TrainerModel
+    pipelined: NxDPPModel
     _randomness: DataRandomness
     _windows: Windows | None = None
     _predictions: deque[Prediction]

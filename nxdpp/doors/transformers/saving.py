@@ -21,7 +21,7 @@ from nxdpp.checkpoint.huggingface.load import load_pretrained
 from nxdpp.checkpoint.huggingface.save import save_pretrained
 from nxdpp.doors.nxd.checkpoint import load_checkpoint, save_checkpoint
 from nxdpp.doors.transformers.data_randomness import DataRandomness
-from nxdpp.doors.transformers.pipelined_model import TrainerModel
+from nxdpp.pipeline.model import NxDPPModel
 
 STATE = "pipeline_state"
 
@@ -31,7 +31,7 @@ logger = logging.get_logger(__name__)
 class SavingTrainer(Trainer):
     """The saves and loads of ``PipelineTrainer``, each collective over all ranks."""
 
-    pipelined: TrainerModel
+    pipelined: NxDPPModel
     _randomness: DataRandomness
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:

@@ -28,12 +28,12 @@ from nxdpp.doors.transformers.data_randomness import DataRandomness
 from nxdpp.doors.transformers.evaluation import EvaluatingTrainer
 from nxdpp.doors.transformers.last_batch import LastBatch, NotedLast, weights_of, with_own_labels
 from nxdpp.doors.transformers.layout import initialize, keep_own_parameters, number_of_parameters
-from nxdpp.doors.transformers.pipelined_model import TrainerModel
 from nxdpp.doors.transformers.saving import SavingTrainer
 from nxdpp.doors.transformers.sharding import check_layers, kept_from_accelerate, shard
 from nxdpp.doors.transformers.step_batches import StepBatches, joined, parts_within, split_rows
 from nxdpp.gradients.followed_optimizers import followed_by_optimizers
 from nxdpp.pipeline.layer_compilation import apply_compile
+from nxdpp.pipeline.model import NxDPPModel
 from nxdpp.ranks import parallel_state
 
 
@@ -282,12 +282,21 @@ class PipelineTrainer(SavingTrainer, EvaluatingTrainer, ControlledTrainer):
         checks.check_split(self._splits, self.model, is_divided)
         # Trainer does not divide the loss of a model that takes num_items_in_batch and ignores it.
         are_summed = items is not None and self.model_accepts_loss_kwargs and not is_divided
-        weights = None if is_divided else weights_of(batches, self._rows)
+        scales = [1.0] * len(microbatches)
         if is_divided:
             of_parts = [rows for rows, of_batch in zip(self._rows, parts, strict=True) for _ in of_batch]
             microbatches = [with_own_labels(part, rows) for part, rows in zip(microbatches, of_parts, strict=True)]
-        losses = self.pipelined.run_microbatches(microbatches, are_summed, weights)
-        return joined(losses, [len(of_batch) for of_batch in parts])
+        else:
+            scales = weights_of(batches, self._rows)
+        # The pipeline takes the mean of the losses of microbatches.
+        scales = [scale * len(microbatches) if are_summed else scale for scale in scales]
+
+        def scaled(number: int, loss: torch.Tensor) -> torch.Tensor:
+            return loss * scales[number]
+
+        losses = self.pipelined.steps.train_microbatches(microbatches, None if set(scales) == {1.0} else scaled)
+        shares = [loss * scale / len(losses) for loss, scale in zip(losses, scales, strict=True)]
+        return joined(shares, [len(of_batch) for of_batch in parts])
 
     @property
     def _splits(self) -> bool:
@@ -306,7 +315,7 @@ class PipelineTrainer(SavingTrainer, EvaluatingTrainer, ControlledTrainer):
     def _wrap(self, model: nn.Module) -> None:
         whole = number_of_parameters(model)
         with followed_by_optimizers(model):
-            self.pipelined = TrainerModel(model, **self._pipeline_arguments)
+            self.pipelined = NxDPPModel(model, **self._pipeline_arguments)
         if options := compile_options(self.args):
             apply_compile(self.pipelined, **options)
         shard(self.pipelined, self.args)

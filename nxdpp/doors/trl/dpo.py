@@ -25,11 +25,11 @@ from trl import DPOTrainer
 
 from nxdpp.counted import counted
 from nxdpp.doors.transformers.evaluation import EvaluatingTrainer, Prediction, of_replicas
-from nxdpp.doors.transformers.pipelined_model import TrainerModel
 from nxdpp.doors.transformers.sharding import shard
 from nxdpp.doors.trl.scores import return_scores, scores_of
 from nxdpp.doors.trl.trainer import ScoredTrainer
 from nxdpp.ground.other_names import ACTIVE_ADAPTER, DISABLE_ADAPTERS
+from nxdpp.pipeline.model import NxDPPModel
 from nxdpp.ranks import parallel_state
 
 _OF_REFERENCE = _CHOSEN, _REJECTED = "ref_chosen_logps", "ref_rejected_logps"
@@ -71,7 +71,7 @@ class PipelineDPOTrainer(DPOTrainer, ScoredTrainer):  # type: ignore[misc]  # TR
     _scores: tuple[str, ...] = ("log_probs", "entropy", "mean_logits", "is_top1")
     precompute_ref_logps: bool
     _is_complete = False
-    _reference: TrainerModel | None = None
+    _reference: NxDPPModel | None = None
     prediction_step = EvaluatingTrainer.prediction_step
 
     def __init__(
@@ -123,7 +123,7 @@ class PipelineDPOTrainer(DPOTrainer, ScoredTrainer):  # type: ignore[misc]  # TR
         if self.ref_model is not None:
             return_scores(self.ref_model, ("log_probs",))
             arguments = {name: value for name, value in self._pipeline_arguments.items() if name != "loss_fn"}
-            self._reference = TrainerModel(self.ref_model, **arguments)
+            self._reference = NxDPPModel(self.ref_model, **arguments)
             shard(self._reference, self.args)
             self._reference.move_model_to_device(self.args.device)
         self._is_complete = True

@@ -179,13 +179,10 @@ def _overridden(subclasses: list[type], base: type) -> str | None:
         for name, value in vars(kind).items():
             is_special = name.startswith("__") and name not in ("__getattr__", "__getattribute__")
             is_used = hasattr(base, name) or name == "__getattr__"
-            if is_special or name in _OUTSIDE_OF_STEPS or not is_used or not _is_code(value):
+            is_code = callable(value) or hasattr(type(value), "__get__")
+            if is_special or name in _OUTSIDE_OF_STEPS or not (is_used and is_code):
                 continue
             # torch puts a function around the step of the class of the first instance, an inherited one too.
             if without_hooks(value) is not without_hooks(getattr(base, name, None)):
                 return f"{name}()" if callable(value) else name
     return None
-
-
-def _is_code(value: Any) -> bool:
-    return callable(value) or hasattr(type(value), "__get__")

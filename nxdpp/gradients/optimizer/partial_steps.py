@@ -121,7 +121,8 @@ def _refuse_without_rows(kind: type[Optimizer], group: dict[str, Any]) -> None:
 
 
 def _not_known(kind: type[Optimizer], unknown: Unknown, shards: Sequence[nn.Parameter]) -> str:
-    parts = _kind_of_shards(shards)[0] if shards else f"layers of its part of {_stages_of_a_model()} pipeline ranks"
+    ranks = parallel_state.get_pipeline_model_parallel_size()
+    parts = _kind_of_shards(shards)[0] if shards else f"layers of its part of {ranks} pipeline ranks"
     or_tensor = "" if shards else ' With looks_at="tensor", other elements of the same parameter may count too.'
     names = names_of("torch", "element") if shards else names_of("torch", "element", "tensor")
     return (
@@ -146,9 +147,10 @@ def _over_shards(kind: type[Optimizer], shards: Sequence[nn.Parameter]) -> str:
 
 
 def _over_stages(kind: type[Optimizer]) -> str:
+    ranks = parallel_state.get_pipeline_model_parallel_size()
     return (
         f"{kind.__name__} computes the step of a parameter from other parameters, and this rank has only those of its "
-        f"part of {_stages_of_a_model()} pipeline ranks: each rank would make a step of its own. Take an optimizer "
+        f"part of {ranks} pipeline ranks: each rank would make a step of its own. Take an optimizer "
         f"that steps each parameter by itself: {names_of('torch', 'element', 'tensor')}, or a similar one."
     )
 
@@ -159,7 +161,3 @@ def _kind_of_shards(shards: Sequence[nn.Parameter]) -> tuple[str, str]:
         return "rows of tensors that fully_shard divides over replicas", "train without fully_shard"
     ranks = parallel_state.get_tensor_model_parallel_size()
     return f"parts of tensors that {ranks} tensor ranks divide", "take more pipeline stages in their place"
-
-
-def _stages_of_a_model() -> int:
-    return parallel_state.get_pipeline_model_parallel_size()

@@ -11,9 +11,9 @@ A closure may send: it runs outside of both.
 
 import functools
 import threading
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from typing import Any
 
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
@@ -44,7 +44,7 @@ def refuse_messages(optimizer_class: Any) -> None:
         if optimizer not in _watched:
             return step(optimizer, *args, **kwargs)
         kind = type(optimizer).__name__
-        refusing = _NoMessages(kind) if _watched[optimizer] else _NoCalls(kind)
+        refusing: AbstractContextManager[Any] = _NoMessages(kind) if _watched[optimizer] else _NoCalls(kind)
         _watched[optimizer] = False
         with refusing:
             outside = functools.partial(_outside, refusing)
@@ -72,12 +72,6 @@ def _ended(kind: str, message: str) -> str:
     return f"{sends_messages(kind)} This step ended before {message}: what it had changed by then is changed."
 
 
-class _Refusing(Protocol):
-    def __enter__(self) -> Any: ...
-
-    def __exit__(self, *error: Any) -> Any: ...
-
-
 class _NoMessages(TorchDispatchMode):
     def __init__(self, kind: str) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch gives no type
@@ -91,7 +85,7 @@ class _NoMessages(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-class _NoCalls:
+class _NoCalls(AbstractContextManager[None]):
     """A context in which calls of process groups by this thread raise. Outside of it they cost nothing."""
 
     def __init__(self, kind: str) -> None:
@@ -129,23 +123,17 @@ def _refusing(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def _outside(refusing: _Refusing, given: Any) -> Any:
+def _outside(refusing: AbstractContextManager[Any], given: Any) -> Any:
     """Return a closure that runs outside of ``refusing``; what is no function as it is."""
     if not callable(given):
         return given
 
     @functools.wraps(given)
     def run(*args: Any, **kwargs: Any) -> Any:
-        with _left(refusing):
+        refusing.__exit__(None, None, None)
+        try:
             return given(*args, **kwargs)
+        finally:
+            refusing.__enter__()
 
     return run
-
-
-@contextmanager
-def _left(refusing: _Refusing) -> Iterator[None]:
-    refusing.__exit__(None, None, None)
-    try:
-        yield
-    finally:
-        refusing.__enter__()

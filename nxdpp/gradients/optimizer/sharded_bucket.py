@@ -15,7 +15,6 @@ they are where ``.grad`` gets the result too.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Self
 
 import torch
 import torch.distributed as dist
@@ -87,17 +86,9 @@ class Sharding:
         """Number of data-parallel ranks."""
         return self.size * self.groups
 
-    @classmethod
-    def over_replicas(
-        cls,
-        dtype: torch.dtype | None,
-        accumulated: torch.dtype | None,
-        averaged: torch.dtype | None,
-        mean: bool,
-        groups: int = 1,
-        whole: bool = False,
-    ) -> Self:
-        """Return the sharding over the data-parallel ranks, or over ``groups``, whose number must divide them."""
+    @staticmethod
+    def ranks_of(groups: int) -> tuple[int, int, ProcessGroup | None, ProcessGroup | None]:
+        """Return ``rank``, ``size``, ``group`` and ``everyone`` for ``groups``, which must divide the replicas."""
         replicas = parallel_state.get_data_parallel_size()
         if groups < 1 or replicas % groups:
             raise ValueError(f"sharding_groups={groups} must divide the {counted(replicas, 'data-parallel rank')}.")
@@ -105,8 +96,7 @@ class Sharding:
         size, group = replicas // groups, everyone
         if groups > 1:
             group = current_state.with_groups().part_of_data_group(groups) if size > 1 else None
-        rank = parallel_state.get_data_parallel_rank() % size
-        return cls(rank, size, group, dtype, accumulated, averaged, mean, groups, everyone, whole)
+        return parallel_state.get_data_parallel_rank() % size, size, group, everyone
 
 
 class ShardedBucket:
@@ -155,10 +145,6 @@ class ShardedBucket:
             # A change of parameter.data leaves no other trace. The pieces lie one after the other.
             present = torch.cat([_flat(piece.member.parameter)[piece.start : piece.stop] for piece in self.pieces])
             take_changes(self._master[: present.numel()], present)
-
-    def has_gradients(self, present: Sequence[bool]) -> bool:
-        """Return whether a parameter has a gradient on any rank, by ``present`` for all parameters by index."""
-        return any(present[member.index] for member in self.members)
 
     def start_reduction(
         self, present: Sequence[bool], before: Sequence[Hook] = (), after: Sequence[Hook] = ()
@@ -277,10 +263,7 @@ class ShardedBucket:
                 elif self._master is not None:
                     own = self._master[offset : offset + stop - start]
                     values = own.view_as(values).copy_(values)
-                tensor = nn.Parameter(values)
-                # For norms of the base optimizer's parameters: the whole, and how many groups have the piece.
-                tensor.piece_of = member.parameter, self._sharding.groups  # type: ignore[attr-defined]  # ours
-                yield ShardedPiece(member, start, stop, offset, tensor)
+                yield ShardedPiece(member, start, stop, offset, nn.Parameter(values))
             at += numel
 
 

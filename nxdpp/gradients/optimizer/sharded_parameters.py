@@ -32,7 +32,8 @@ class ShardedParameters:
         """
         known = {member.index for member in self.sharded()}
         self.members = _members(groups)
-        new = [m for m in self.members if m.index not in known and _is_stepped(m.parameter)]
+        stepped = [m for m in self.members if m.parameter.requires_grad or m.parameter.grad is not None]
+        new = [member for member in stepped if member.index not in known]
         if not new:
             return []
         refuse_meta(member.parameter for member in new)
@@ -64,10 +65,6 @@ class ShardedParameters:
         """Follow parameters that a program has changed. Raises as ``ShardedBucket.follow`` does."""
         for bucket in self.buckets:
             bucket.follow()
-
-
-def _is_stepped(parameter: nn.Parameter) -> bool:
-    return parameter.requires_grad or parameter.grad is not None
 
 
 def _members(groups: Sequence[dict[str, Any]]) -> list[Member]:

@@ -2,7 +2,7 @@
 
 import math
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -10,10 +10,11 @@ import torch
 from torch import nn
 
 from nxdpp.counted import counted
+from nxdpp.gradients.average import largest_of
 from nxdpp.gradients.buckets import Hook, send_all
 from nxdpp.gradients.gradient_norm import counted_share, total_norm
 from nxdpp.gradients.gradient_reducer import ReductionMarks
-from nxdpp.gradients.optimizer.sharded_bucket import ShardedBucket, ShardedPiece, Sharding
+from nxdpp.gradients.optimizer.sharded_bucket import ShardedBucket, Sharding
 from nxdpp.gradients.optimizer.zero1_state import options_of
 from nxdpp.ranks import parallel_state
 from nxdpp.ranks.group_values import extremes
@@ -36,7 +37,7 @@ class StepReduction:
         after: Sequence[Hook] = (),
     ) -> None:
         """Average or sum the gradients that are ``present`` on any replica, by index; collective over the replicas."""
-        self._buckets = [bucket for bucket in buckets if bucket.has_gradients(present)]
+        self._buckets = [each for each in buckets if any(present[member.index] for member in each.members)]
         send_all(partial(bucket.start_reduction, present, before, after) for bucket in self._buckets)
 
     def mark(self, parameters: Iterable[nn.Parameter]) -> None:
@@ -74,7 +75,7 @@ class StepReduction:
         Returns a tensor of shape (): float64 where this rank has pieces in float64, float32 otherwise.
         """
         self._follow()
-        pieces = list(self._pieces())
+        pieces = [piece for bucket in self._buckets for piece in bucket.pieces]
         gradients = [piece.tensor.grad for piece in pieces if piece.tensor.grad is not None]
         shares = [counted_share(piece.member.parameter) for piece in pieces if piece.tensor.grad is not None]
         of_shards = [] if self._sharding.group is None else [self._sharding.group]
@@ -117,9 +118,6 @@ class StepReduction:
         for bucket in self._buckets if self._sharding.whole else ():
             bucket.take_whole_gradients()
 
-    def _pieces(self) -> Iterator[ShardedPiece]:
-        return (piece for bucket in self._buckets for piece in bucket.pieces)
-
 
 class ReplicaPosition(NamedTuple):
     """Numbers that are equal on replicas in the same step.
@@ -154,7 +152,7 @@ def present_anywhere(present: Sequence[bool], own: ReplicaPosition) -> list[bool
     smallest, largest = extremes(own, control)
     if smallest != largest:
         raise RuntimeError(_difference(ReplicaPosition(*smallest), ReplicaPosition(*largest)))
-    return [bool(flag) for flag in extremes(present, control, name="gradients that replicas have")[1]]
+    return list(map(bool, largest_of(present, control)))
 
 
 def _difference(smallest: ReplicaPosition, largest: ReplicaPosition) -> str:

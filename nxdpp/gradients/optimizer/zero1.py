@@ -19,20 +19,12 @@ from torch.optim import Optimizer
 from nxdpp.devices.kinds import device_of
 from nxdpp.gradients.buckets import Hook
 from nxdpp.gradients.gradient_dtype import accumulate_in
-from nxdpp.gradients.optimizer import zero1_checks
+from nxdpp.gradients.optimizer import zero1_checks, zero1_state
 from nxdpp.gradients.optimizer.sent_messages import watch_steps
 from nxdpp.gradients.optimizer.sharded_bucket import ShardedPiece, Sharding
 from nxdpp.gradients.optimizer.sharded_parameters import ShardedParameters
 from nxdpp.gradients.optimizer.step_reduction import ReplicaPosition, StepReduction, hash_of_options, present_anywhere
 from nxdpp.gradients.optimizer.zero1_checks import check_elementwise
-from nxdpp.gradients.optimizer.zero1_state import (
-    ParameterShard,
-    check_state,
-    load_state,
-    options_of,
-    saved_state,
-    shard_of,
-)
 from nxdpp.gradients.state_part import is_divided, part_of_optimizer
 from nxdpp.ranks import parallel_state
 from nxdpp.ranks.faults import failure_watch
@@ -109,9 +101,9 @@ class Zero1Optimizer(Optimizer):
         self.grad_clipping = grad_clipping
         self.max_norm = max_norm
         self.grad_norm: torch.Tensor | None = None
-        self._sharding = Sharding.over_replicas(
-            optimizer_dtype, accumulated_dtype, averaged_dtype, reduction == "mean", sharding_groups, whole_gradients
-        )
+        rank, size, group, everyone = Sharding.ranks_of(sharding_groups)
+        dtypes, mean = (optimizer_dtype, accumulated_dtype, averaged_dtype), reduction == "mean"
+        self._sharding = Sharding(rank, size, group, *dtypes, mean, sharding_groups, everyone, whole_gradients)
         self._reduction = StepReduction(self._sharding)
         self._sharded = ShardedParameters(self._sharding, int(bucket_cap_mb * 2**20))
         self._steps = 0
@@ -135,7 +127,7 @@ class Zero1Optimizer(Optimizer):
             self.param_groups.pop()
             raise
         if self._is_made:
-            self.base_optimizer.add_param_group({**options_of(self.param_groups[-1]), "params": []})
+            self.base_optimizer.add_param_group({**zero1_state.options_of(self.param_groups[-1]), "params": []})
             self._add_members()
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -218,14 +210,14 @@ class Zero1Optimizer(Optimizer):
         super().zero_grad(set_to_none)
         self._reduction.end()
 
-    def shards(self) -> Iterator[tuple[ParameterShard, nn.Parameter, dict[str, Any]]]:
+    def shards(self) -> Iterator[tuple[zero1_state.ParameterShard, nn.Parameter, dict[str, Any]]]:
         """Give each part of a parameter that this rank keeps, its values, and its state; not collective.
 
         Parameters that require or have a gradient since the last step have parts too.
         """
         self._add_members()
         for piece in self._ordered():
-            yield shard_of(piece), piece.tensor, self.base_optimizer.state.get(piece.tensor, {})
+            yield zero1_state.shard_of(piece), piece.tensor, self.base_optimizer.state.get(piece.tensor, {})
 
     def sharded_parameters(self) -> list[nn.Parameter]:
         """The parameters that are divided over the replicas, also where this one keeps no part; not collective."""
@@ -239,14 +231,8 @@ class Zero1Optimizer(Optimizer):
         these are not views of parameters. ``param_groups`` has the options, with indices of the parameters. Pickles of
         it are refused, but where this rank has the whole; ``dict(state)`` is for a file of each rank.
         """
-        state = saved_state(
-            self._ordered(),
-            self._sharded.buckets,
-            self._sharded.members,
-            self.param_groups,
-            self.base_optimizer,
-            self._sharding,
-        )
+        sharded = self._ordered(), self._sharded.buckets, self._sharded.members
+        state = zero1_state.saved_state(*sharded, self.param_groups, self.base_optimizer, self._sharding)
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
         is_part = self._sharding.size > 1 or is_divided(parameters)
         return part_of_optimizer(self, state) if is_part else state
@@ -260,11 +246,11 @@ class Zero1Optimizer(Optimizer):
         anything is changed.
         """
         pieces = self._ordered()
-        check_state(state_dict, pieces, self.param_groups, self._sharding)
+        zero1_state.check_state(state_dict, pieces, self.param_groups, self._sharding)
         for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
-            group.update(options_of(saved))
+            group.update(zero1_state.options_of(saved))
         self._give_options()
-        load_state(state_dict, pieces, self.base_optimizer)
+        zero1_state.load_state(state_dict, pieces, self.base_optimizer)
         self.state = self.base_optimizer.state
 
     def _prepare(self, parameters: Sequence[nn.Parameter]) -> None:
@@ -323,7 +309,7 @@ class Zero1Optimizer(Optimizer):
                 if isinstance(self.base_optimizer, torch.optim.Adagrad):
                     # Torch 2.9 makes its state in the constructor only, from the initial value that this was given.
                     initial = self.base_optimizer.defaults["initial_accumulator_value"]
-                    own = [{**options_of(group), "params": [piece.tensor]}]
+                    own = [{**zero1_state.options_of(group), "params": [piece.tensor]}]
                     alone = torch.optim.Adagrad(own, initial_accumulator_value=initial)
                     self.state[piece.tensor] = alone.state[piece.tensor]
 
@@ -335,4 +321,4 @@ class Zero1Optimizer(Optimizer):
     def _give_options(self) -> None:
         """Give the base optimizer the options that schedulers and programs have set."""
         for group, base in zip(self.param_groups, self.base_optimizer.param_groups, strict=True):
-            base.update(options_of(group))
+            base.update(zero1_state.options_of(group))

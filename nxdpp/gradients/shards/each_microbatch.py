@@ -99,7 +99,7 @@ class EachMicrobatch(RankShards):
         self._is_backward = kind is not ActionKind.FORWARD
         # A weight-gradient reaches the layers in any order, and finds all of them whole.
         if kind in (ActionKind.BACKWARD, ActionKind.INPUT_GRADIENT):
-            self._pass = _Pass(own.layers, len(own.layers), self._reduces(kind))
+            self._pass = _Pass(own.layers, len(own.layers), kind is not ActionKind.INPUT_GRADIENT)
 
     def _reshard(self, compute: Action) -> None:
         """Reduce and free what ``compute`` has left."""
@@ -109,10 +109,10 @@ class EachMicrobatch(RankShards):
             if walk is not None:
                 # Hooks of layers without a gradient have not run: all replicas gather and reduce in one order.
                 self._reach(walk, -1)
-            for unit in own.backwards if walk is None else own.rest:
-                if self._reduces(kind):
-                    self._reduce(unit)
-            for unit in own.units if self._step.reduces and self._reduces(kind) else ():
+            reduces = kind is not ActionKind.INPUT_GRADIENT
+            for unit in (own.backwards if walk is None else own.rest) if reduces else ():
+                self._reduce(unit)
+            for unit in own.units if self._step.reduces and reduces else ():
                 unit.check_reduced(
                     "a later microbatch uses a value of it, or code around it keeps one. Call fully_shard without "
                     "reshard_after_forward=True."
@@ -130,10 +130,6 @@ class EachMicrobatch(RankShards):
         """Forget the present step, as ``RankShards.abandon`` does."""
         self._end_action()
         super().abandon()
-
-    @staticmethod
-    def _reduces(kind: ActionKind) -> bool:
-        return kind is not ActionKind.INPUT_GRADIENT
 
     def _before_forward(self, layers: Sequence[ShardedLayer], number: int, module: nn.Module, arguments: Any) -> None:
         if not self._is_computing:

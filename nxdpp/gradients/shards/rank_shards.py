@@ -19,13 +19,13 @@ from torch import fx, nn
 from torch.optim import Optimizer
 
 from nxdpp.agreement.exchange import ReplicaExchanges
+from nxdpp.gradients.average import largest_of
 from nxdpp.gradients.optimizer_agreement import refuse_other_rounds
 from nxdpp.gradients.replaced_parameters import parameters_of
 from nxdpp.gradients.shards.unit import ShardedUnit
 from nxdpp.gradients.step_hooks import run_before_steps_of
 from nxdpp.ground.torch_names import STORAGE_ADDRESS, pytree
 from nxdpp.ranks import parallel_state
-from nxdpp.ranks.group_values import extremes
 from nxdpp.schedules.actions import Action, ActionKind
 from nxdpp.schedules.lowering.additions import Addition
 
@@ -155,7 +155,8 @@ class RankShards(ABC):
         # One replica has nothing to wait for.
         self._step = _Step(train, train and (reduces or parallel_state.get_data_parallel_size() == 1))
         if self._step.reduces:
-            self._step.before = {unit: _with_gradient(unit) for unit in self.units}
+            for unit in self.units:
+                self._step.before[unit] = [each.grad is not None for each in unit.parameters if each.requires_grad]
 
     @contextmanager
     def whole(self) -> Iterator[None]:
@@ -199,7 +200,8 @@ class RankShards(ABC):
         trained = [p for unit in reduced for p in unit.parameters if p.requires_grad]
         present = [flag for unit in reduced for flag in step.present[unit]]
         before = [flag for unit in reduced for flag in step.before[unit]]
-        for parameter, is_anywhere, had_one in zip(trained, _anywhere(present), before, strict=True):
+        anywhere = largest_of(present, parallel_state.get_data_parallel_control_group())
+        for parameter, is_anywhere, had_one in zip(trained, anywhere, before, strict=True):
             if not is_anywhere and not had_one:
                 parameter.grad = None
 
@@ -232,13 +234,3 @@ class RankShards(ABC):
             self._step.present[unit] = present if known is None else list(map(max, present, known))
         elif self._step.train:
             unit.convert()
-
-
-def _with_gradient(unit: ShardedUnit) -> list[bool]:
-    return [parameter.grad is not None for parameter in unit.parameters if parameter.requires_grad]
-
-
-def _anywhere(present: Sequence[bool]) -> list[bool]:
-    """Return the flags of which any replica has one; collective over the replicas."""
-    control = parallel_state.get_data_parallel_control_group()
-    return [bool(flag) for flag in extremes(present, control, name="gradients that replicas have")[1]]

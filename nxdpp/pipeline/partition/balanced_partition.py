@@ -15,7 +15,7 @@ from nxdpp.ranks.faults.board import board
 from nxdpp.ranks.transfer_groups import communicators
 from nxdpp.schedules.balance import MemoryLimit, balanced_cuts
 from nxdpp.schedules.chosen import ChosenSchedule
-from nxdpp.schedules.memory import in_flight
+from nxdpp.schedules.simulate import in_flight
 from nxdpp.tracing.costs.count import NodeCost, count_costs
 from nxdpp.tracing.costs.measure import measure_nodes
 from nxdpp.tracing.graph.trace import TracedGraph

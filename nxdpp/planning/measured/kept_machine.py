@@ -22,7 +22,6 @@ import torch
 
 from nxdpp.devices import CUDA, accelerator, cuda
 from nxdpp.planning.machine import DeviceSpeed, Link
-from nxdpp.planning.measured.load import busy
 from nxdpp.ranks.launch import choose_device
 from nxdpp.version import __version__
 
@@ -30,6 +29,18 @@ _KINDS = ("cpu", CUDA)
 _TIMEOUT = 600
 # Another number for other names or meanings of figures and factors.
 _FORMAT = 3
+
+# What another rank computes meanwhile: forward and backward of a layer.
+_LAYER = """
+import torch
+
+torch.set_num_threads(1)
+x, weight = torch.randn(256, 512, requires_grad=True), torch.randn(1376, 512, requires_grad=True)
+back = torch.randn(512, 1376, requires_grad=True)
+print("ready", flush=True)
+while True:
+    (torch.nn.functional.silu(x @ weight.t()) @ back.t() + x).softmax(-1).sum().backward()
+"""
 
 
 @dataclass
@@ -96,7 +107,7 @@ class KeptMachine:
         before = torch.get_num_threads()
         torch.set_num_threads(self.about["threads"])
         try:
-            with busy(min(self.cores, self.about["ranks"]) - 1):
+            with _busy(min(self.cores, self.about["ranks"]) - 1):
                 yield
         finally:
             torch.set_num_threads(before)
@@ -111,6 +122,21 @@ class KeptMachine:
             written.replace(file)
         except OSError as error:
             self.note = f"the figures of this machine are not kept ({error}): set XDG_CACHE_HOME to a folder for them."
+
+
+@contextmanager
+def _busy(processes: int) -> Iterator[None]:
+    """Run ``processes`` other processes meanwhile, each with the forward and backward of a layer on one thread."""
+    running = [subprocess.Popen([sys.executable, "-c", _LAYER], stdout=subprocess.PIPE) for _ in range(processes)]
+    try:
+        for each in running:
+            assert each.stdout is not None
+            each.stdout.readline()
+        yield
+    finally:
+        for each in running:
+            each.kill()
+            each.communicate()
 
 
 def place(kind: str, ranks: int) -> Path:

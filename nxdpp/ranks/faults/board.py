@@ -12,12 +12,13 @@ The main thread writes plain attributes, at the cost of an assignment for each a
 """
 
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import TracebackType
-from typing import Literal, NamedTuple, Self
+from typing import Literal, NamedTuple, Protocol, Self
 
-from nxdpp.ranks.faults.stream_waits import StreamWaits
+from nxdpp.ranks.faults.connection_errors import causes_of
 
 Scope = Literal["world", "pipeline"]
 """The ranks that make a call together."""
@@ -57,6 +58,56 @@ class Position(NamedTuple):
         if self.action:
             return self.action
         return f"outside of nxdpp, after {self.last}" if self.last else "outside of nxdpp, before its first call"
+
+
+class StreamEvent(Protocol):
+    """A place in a stream of the device."""
+
+    def query(self) -> bool:
+        """Return whether the device has reached it; any thread may ask."""
+
+
+class StreamWaits:
+    """The waits that the stream of the device has not passed, the first one first, while the host goes on.
+
+    On NCCL, and on other backends of devices, ``work.wait()`` stops the stream. The host stops later, where it next
+    reads a value of the device::
+
+        host     0F0 launched ─ wait for 0B0's gradient ─ step ends ─ loss.item() ──────────── (in the program)
+        stream        └─ forward ─ waits for rank 1 ·······································
+
+    So an event behind each wait tells whether the stream has passed it. Until then the rank waits for others, wherever
+    its host is: the hang watch never takes it for the cause.
+
+    Args:
+        record: returns an event at the end of the present work of the device.
+
+    Attributes:
+        passed: number of waits that the stream has passed.
+    """
+
+    def __init__(self, record: Callable[[], StreamEvent]) -> None:
+        self.passed = 0
+        self._record = record
+        self._left: deque[tuple[StreamEvent, object]] = deque()
+        self._lock = threading.Lock()
+
+    def add(self, wait: object) -> None:
+        """Note that the stream waits in ``wait``, as ``str`` gives it."""
+        with self._lock:
+            self._left.append((self._record(), wait))
+            self._pass()
+
+    def first(self) -> object:
+        """Return the wait that the stream is in, or ``None``; any thread may ask."""
+        with self._lock:
+            self._pass()
+            return self._left[0][1] if self._left else None
+
+    def _pass(self) -> None:
+        while self._left and self._left[0][0].query():
+            self._left.popleft()
+            self.passed += 1
 
 
 _NOTHING_FAILED = 0, Position("", "", 0, "", "", 0)
@@ -141,14 +192,7 @@ class Board:
     def position_of(self, error: BaseException) -> Position:
         """Return the place at which ``error`` was raised: in the last call, if that one ended by it."""
         number, position = self._failed
-        seen: set[int] = set()
-        cause: BaseException | None = error
-        while cause is not None and id(cause) not in seen:
-            if id(cause) == number:
-                return position
-            seen.add(id(cause))
-            cause = cause.__cause__ or cause.__context__
-        return self.position()
+        return position if number in map(id, causes_of(error)) else self.position()
 
     def position(self) -> Position:
         """Return the present place; any thread may ask."""

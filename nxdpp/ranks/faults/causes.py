@@ -33,24 +33,11 @@ class Causes:
     ``host_departure`` is the departure of the rank that has the store; ``None`` before.
     """
 
-    def __init__(
-        self,
-        store: WatchStore,
-        peers: LocalPeers,
-        hangs: HangWatch,
-        other_calls: OtherCalls,
-        end: RankEnd,
-        rank: int,
-        world_size: int,
-    ) -> None:
+    def __init__(self, store: WatchStore, peers: LocalPeers, hangs: HangWatch, end: RankEnd) -> None:
         self.host_departure: Departure | None = None
-        self._store = store
-        self._peers = peers
-        self._hangs = hangs
-        self._other_calls = other_calls
-        self._end = end
-        self._rank = rank
-        self._world_size = world_size
+        self._store, self._peers, self._hangs, self._end = store, peers, hangs, end
+        self._rank, self._world_size = peers.rank, peers.world_size
+        self._other_calls = OtherCalls(store.connection, board, peers.rank)
 
     def departed(self, error: BaseException | None = None) -> Ending | None:
         """The fault of ranks that have left, and that the present call of this rank needs.

@@ -26,7 +26,7 @@ def told(error: E) -> E:
 
 def is_told(error: BaseException) -> bool:
     """Return whether another rank has told this rank of ``error``, or of the first of its causes that tells of one."""
-    for cause in _causes(error):
+    for cause in causes_of(error):
         if hasattr(cause, "_nxdpp_is_told"):
             return True
         if _is_of_connection(cause):
@@ -36,7 +36,7 @@ def is_told(error: BaseException) -> bool:
 
 def is_connection_error(error: BaseException) -> bool:
     """Return whether ``error``, or one of its causes, only tells that another rank has gone."""
-    return any(map(_is_of_connection, _causes(error)))
+    return any(map(_is_of_connection, causes_of(error)))
 
 
 def is_collective_error(error: BaseException) -> bool:
@@ -44,7 +44,7 @@ def is_collective_error(error: BaseException) -> bool:
 
     A user's program may have connections of its own, which raise other connection errors.
     """
-    return any(isinstance(cause, dist.DistNetworkError) or _has_words(cause) for cause in _causes(error))
+    return any(isinstance(cause, dist.DistNetworkError) or _has_words(cause) for cause in causes_of(error))
 
 
 def _is_of_connection(error: BaseException) -> bool:
@@ -57,8 +57,8 @@ def _has_words(error: BaseException) -> bool:
     return is_error and any(words in str(error) for words in _WORDS)
 
 
-def _causes(error: BaseException) -> Iterator[BaseException]:
-    """``error`` and its causes, the last one first."""
+def causes_of(error: BaseException) -> Iterator[BaseException]:
+    """Yield ``error`` and its causes, the last one first."""
     seen: set[int] = set()
     cause: BaseException | None = error
     while cause is not None and id(cause) not in seen:

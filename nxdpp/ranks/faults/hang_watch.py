@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 
 from nxdpp.ranks.faults.board import board
 from nxdpp.ranks.faults.ending_process import print_line, wait_until
@@ -26,14 +27,11 @@ _PAUSE_SECONDS = 0.1  # between two looks at another rank's roll call
 class HangWatch:
     """Roll calls of one rank."""
 
-    def __init__(self, store: WatchStore, peers: LocalPeers, rank: int, world_size: int, timeouts: Timeouts) -> None:
-        self._store = store
-        self._peers = peers
-        self._rank = rank
-        self._world_size = world_size
-        limit = timeouts.hang
+    def __init__(self, store: WatchStore, peers: LocalPeers, timeouts: Timeouts) -> None:
+        self._store, self._peers = store, peers
+        self._rank, self._world_size = peers.rank, peers.world_size
         self._timeouts = timeouts
-        self._limit = limit
+        self._limit = limit = timeouts.hang
         self._sample_seconds = min(max(limit / 20, 0.1), _MOST_SECONDS_OF_A_SAMPLE)
         self._progress = Progress(board, 2 * self._sample_seconds, timeouts.compile)
         self._answers = threading.Lock()
@@ -88,7 +86,7 @@ class HangWatch:
             if call.is_open and call.number > self._answered:
                 self._answered = call.number
                 answer = own_answer(board, self._progress, self._peers)
-                self._store.answer_roll_call(call, self._rank, answer.as_dict())
+                self._store.answer_roll_call(call, self._rank, asdict(answer))
 
     def gone(self, seconds: float) -> list[int]:
         """The ranks that do not answer a roll call within ``seconds``.

@@ -23,13 +23,13 @@ class LocalPeers:
     """The other ranks on this host, as far as they are known.
 
     ``ended`` has ranks whose processes have ended, the first one first. ``are_known`` is ``True`` once the host's are.
+    ``rank`` is this one, of ``world_size``.
     """
 
     def __init__(self, store: WatchStore, rank: int, world_size: int) -> None:
         self.ended: list[int] = []
+        self.rank, self.world_size = rank, world_size
         self._store = store
-        self._rank = rank
-        self._world_size = world_size
         self._host = _host()
         self._known = 0
         self.are_known = False
@@ -58,12 +58,12 @@ class LocalPeers:
         if self.are_known:
             return []
         # Asked before the processes are read: none is missed then.
-        is_complete = self._store.number_of_processes() >= self._world_size
+        is_complete = self._store.number_of_processes() >= self.world_size
         ended = []
         for entry in self._store.processes(self._host, self._known):
             self._known += 1
             rank, process = entry["rank"], entry["process"]
-            if rank != self._rank and not self._add(rank, process, entry["started"]):
+            if rank != self.rank and not self._add(rank, process, entry["started"]):
                 ended.append(rank)
         self.are_known = is_complete
         self.ended += ended
@@ -111,7 +111,7 @@ class LocalPeers:
         """
         stopped = set(self.stopped()) & set(ranks)
         others = self._processes.keys() - stopped
-        if waits and stopped and any(rank > self._rank for rank in others):
+        if waits and stopped and any(rank > self.rank for rank in others):
             return
         if waits and stopped:
             for rank in others:

@@ -25,11 +25,7 @@ _RAN_BACKWARD = (
 _NO_BACKWARD = (
     "{} computes no gradients, and the loss that it returns is detached. Train with {}, which runs the backward too"
 )
-_EVALUATIONS = {
-    "run_eval": "run_train",
-    "eval_samples": "train_samples",
-    "eval_microbatches": "train_microbatches",
-}
+_EVALUATIONS = {"run_eval": "run_train", "eval_samples": "train_samples", "eval_microbatches": "train_microbatches"}
 """Calls that compute no gradients, and those that do."""
 _NO_LOSS = (
     "if None is a loss or an output: only the rank of the last stage has it (if model.holds_last_stage). "

@@ -15,7 +15,7 @@ import time
 from typing import Any
 
 from nxdpp.ranks.faults.board import Board, Position
-from nxdpp.ranks.faults.watch_connection import WatchConnection
+from nxdpp.ranks.faults.watch_store import WatchConnection
 
 _UNMOVED_SECONDS = 3.0
 

@@ -1,7 +1,7 @@
 """Progress of this rank: the time since its last move, and the Python code that it is in.
 
 A rank moves when a call or an action begins or ends, when a node of its stage's graph ends, when a long call says so
-(``board.moved``), and when its device has passed a wait for other ranks (``stream_waits``). Time in a compiler is
+(``board.moved``), and when its device has passed a wait for other ranks (``StreamWaits``). Time in a compiler is
 progress too, up to a limit of its own: its stacks tell nothing. Dynamo counts its compilations, inductor's workers
 among them. A device compiles in C++, and tells it by ``board.is_compiling``.
 """

@@ -25,14 +25,10 @@ class RankEnd:
     normally.
     """
 
-    def __init__(self, store: WatchStore, peers: LocalPeers, rank: int, world_size: int, hosts: bool) -> None:
-        self.store_is_gone = False
-        self.host_has_left = False
-        self._store = store
-        self._peers = peers
-        self._rank = rank
-        self._world_size = world_size
-        self._hosts = hosts
+    def __init__(self, store: WatchStore, peers: LocalPeers, hosts: bool) -> None:
+        self.store_is_gone = self.host_has_left = False
+        self._store, self._peers, self._hosts = store, peers, hosts
+        self._rank, self._world_size = peers.rank, peers.world_size
         self._thread = threading.Lock()
 
     def begin(self) -> bool:

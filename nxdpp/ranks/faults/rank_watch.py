@@ -21,7 +21,6 @@ from nxdpp.ranks.faults.connection_errors import is_connection_error, is_told
 from nxdpp.ranks.faults.ending_process import print_line
 from nxdpp.ranks.faults.hang_watch import HangWatch
 from nxdpp.ranks.faults.local_peers import LAUNCHER, LocalPeers
-from nxdpp.ranks.faults.other_calls import OtherCalls
 from nxdpp.ranks.faults.rank_end import ANSWER_SECONDS, RankEnd
 from nxdpp.ranks.faults.timeouts import Timeouts
 from nxdpp.ranks.faults.watch_store import Departure, Ending, RollCall, WatchStore, launcher_has_store, poll_seconds
@@ -40,7 +39,7 @@ class RankWatch:
 
     def __init__(self, store: Store, timeouts: Timeouts) -> None:
         self.owns_failure = False
-        self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
+        self._rank, world_size = dist.get_rank(), dist.get_world_size()
         self.process = os.getpid()
         self._left = threading.Event()
         self._hosts = self._rank == 0 and not launcher_has_store()
@@ -51,14 +50,13 @@ class RankWatch:
         # A main thread that blocks in a call of the store holds that connection, not this one.
         connection = self._world_store.clone()  # type: ignore[attr-defined]  # missing in torch's stubs
         self._store = WatchStore(PrefixStore(f"nxdpp_failure_watch_{next(_watches)}", connection))
-        self._peers = LocalPeers(self._store, self._rank, self._world_size)
+        self._peers = LocalPeers(self._store, self._rank, world_size)
         if not launcher_has_store():
             self._store.connection.host_has_ended = lambda: self._peers.has_ended(0)
-        self._poll_seconds = poll_seconds(self._world_size)
-        self._hangs = HangWatch(self._store, self._peers, self._rank, self._world_size, timeouts)
-        self._end = RankEnd(self._store, self._peers, self._rank, self._world_size, self._hosts)
-        calls = OtherCalls(self._store.connection, board, self._rank)
-        self._causes = Causes(self._store, self._peers, self._hangs, calls, self._end, self._rank, self._world_size)
+        self._poll_seconds = poll_seconds(world_size)
+        self._hangs = HangWatch(self._store, self._peers, timeouts)
+        self._end = RankEnd(self._store, self._peers, self._hosts)
+        self._causes = Causes(self._store, self._peers, self._hangs, self._end)
         self._thread = threading.Thread(target=self._watch, name="nxdpp failure watch", daemon=True)
         self._thread.start()
         self._hangs.start(self._left, self._stop_without_store)
@@ -155,13 +153,19 @@ class RankWatch:
             if self._left.is_set() or self.owns_failure or self._end.has_begun():
                 return
             if self._causes.host_departure is not None:
-                self._look_alone()
+                # The rank looks without the store, whether it waits for one that has left.
+                fault = self._causes.departed() if self._is_stuck() else None
+                if fault is not None:
+                    self._end.stop_for(fault)
                 continue
             try:
                 with self._hangs.asking():
                     self._look(ended)
             except RuntimeError:
-                self._lose_contact()
+                # The store is gone; this process may end already.
+                self._end.store_is_gone = True
+                if not self.owns_failure and not self._end.has_begun():
+                    self._end.stop_for(self._cause_of_lost_store())
                 return
 
     def _look(self, ended: list[int]) -> None:
@@ -200,22 +204,10 @@ class RankWatch:
                 # It may be gone at any time from now on.
                 self._end.store_is_gone = True
 
-    def _look_alone(self) -> None:
-        """After the host has left: end if this rank waits for one that has left."""
-        fault = self._causes.departed() if self._is_stuck() else None
-        if fault is not None:
-            self._end.stop_for(fault)
-
     def _is_stuck(self) -> bool:
         """Return whether this rank has not moved since the last poll."""
         before, self._mark = self._mark, (board.moves, board.action)
         return before == self._mark
-
-    def _lose_contact(self) -> None:
-        """End this process because the store is gone, unless the process already ends."""
-        self._end.store_is_gone = True
-        if not self.owns_failure and not self._end.has_begun():
-            self._end.stop_for(self._cause_of_lost_store())
 
     def _stop_without_store(self, sentence: str, stopped: list[int]) -> None:
         """End this process because the store does not answer."""

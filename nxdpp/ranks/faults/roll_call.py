@@ -17,8 +17,8 @@ ends only when each rank waits, works or cannot answer, and has not moved for th
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Literal
 
 from nxdpp.ranks.faults.board import WORK_BEFORE, Board
 from nxdpp.ranks.faults.local_peers import LocalPeers
@@ -56,10 +56,6 @@ class Answer:
     running: list[int]
     compiling_seconds: float = 0.0
     waits_in: str = ""
-
-    def as_dict(self) -> dict[str, Any]:
-        """The answer for JSON."""
-        return asdict(self)
 
 
 @dataclass(frozen=True)

@@ -32,15 +32,6 @@ class Timeouts(NamedTuple):
             return _NO_LIMIT
         return min(timedelta(seconds=float(max(self))) + _REPORT, _NO_LIMIT)
 
-    def refuse_change(self, to: "Timeouts") -> None:
-        """Raise ``RuntimeError`` if a second initialisation has other limits than these."""
-        for (name, seconds), other in zip(self.named().items(), to, strict=True):
-            if seconds != other:
-                raise RuntimeError(
-                    f"model parallelism is already initialized with {name}={seconds:g}, which differs from {other:g}: "
-                    f"call destroy_model_parallel() first"
-                )
-
     def named(self) -> dict[str, float]:
         """The limits by the names of the arguments."""
         return {f"{name}_timeout": seconds for name, seconds in self._asdict().items()}

@@ -8,7 +8,7 @@
 The hang watch never takes a rank that waits for the cause of a hang. So each call that waits for another rank is within
 a ``Wait``, and nothing else is: no code of the user's, and no file. What a step does for each microbatch assigns a
 ``Wait`` to ``board.wait``, and ``None`` after it, which costs less than the context. Where a message stops a stream and
-not the host, the wait lasts until the stream has passed it (``stream_waits``).
+not the host, the wait lasts until the stream has passed it (``StreamWaits``).
 """
 
 import threading
@@ -19,8 +19,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from nxdpp.counted import counted
-from nxdpp.ranks.faults.board import board
-from nxdpp.ranks.faults.stream_waits import StreamWaits
+from nxdpp.ranks.faults.board import StreamWaits, board
 
 _MOST_NAMES = 8
 

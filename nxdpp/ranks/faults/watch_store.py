@@ -11,12 +11,13 @@ No request waits for a key. A request raises ``RuntimeError`` when the store is 
 import json
 import os
 import threading
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from torch.distributed import Store  # type: ignore[attr-defined]  # public, not in its __all__
 
-from nxdpp.ranks.faults.watch_connection import WatchConnection
+_T = TypeVar("_T")
 
 _POLL_SECONDS = 0.5
 _SLOWEST_POLL_SECONDS = 2.0
@@ -84,6 +85,58 @@ class Departure:
 State = Ending | RollCall | None
 
 
+class WatchConnection:
+    """The requests of ``store`` that the failure watch makes, from all threads of a rank, one at a time.
+
+    After ``add_last`` each request raises ``RuntimeError``, as after the loss of the store. The host of the store ends
+    once every other rank has said that it no longer needs the store. A thread of such a rank that asked later would let
+    torch print the trace of a lost connection after the last line of the rank.
+
+    Attributes:
+        host_has_ended: tells whether the process that has the store is known to have ended. Torch would print the
+            trace of each request.
+    """
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._turn = threading.Lock()
+        self._is_closed = False
+        self.host_has_ended: Callable[[], bool] = lambda: False
+
+    def add(self, key: str, number: int) -> int:
+        """Add ``number`` to the value of ``key``, 0 at first, and return the sum."""
+        return self._ask(lambda: self._store.add(key, number))
+
+    def add_last(self, key: str) -> None:
+        """Add 1 to the value of ``key``; the last request of this rank."""
+        self._ask(lambda: self._store.add(key, 1), is_last=True)
+
+    def set(self, key: str, value: str) -> None:
+        """Write an entry."""
+        self._ask(lambda: self._store.set(key, value))
+
+    def get(self, key: str) -> bytes:
+        """Read an entry, which must be there."""
+        return self._ask(lambda: self._store.get(key))
+
+    def check(self, keys: Sequence[str]) -> bool:
+        """Return whether all entries are there."""
+        return self._ask(lambda: self._store.check(list(keys)))
+
+    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
+        """Write ``desired`` where the entry is ``expected``, and return the entry afterwards."""
+        return self._ask(lambda: self._store.compare_set(key, expected, desired))
+
+    def _ask(self, request: Callable[[], _T], is_last: bool = False) -> _T:
+        with self._turn:
+            if self._is_closed:
+                raise RuntimeError("this rank has made its last request of the failure watch's store")
+            if self.host_has_ended():
+                raise RuntimeError("the process that has the failure watch's store has ended")
+            self._is_closed = is_last
+            return request()
+
+
 class WatchStore:
     """The entries of one watch. ``store`` has a prefix of its own, and a connection of its own.
 
@@ -131,8 +184,7 @@ class WatchStore:
 
     def number_of_answers(self, call: RollCall) -> int:
         """Number of ranks that have answered."""
-        counted: int = self.connection.add(f"roll call {call.number}", 0)
-        return counted
+        return self.connection.add(f"roll call {call.number}", 0)
 
     def answer_of(self, call: RollCall, rank: int) -> dict[str, Any] | None:
         """The answer of ``rank``, if it has come."""
@@ -175,8 +227,7 @@ class WatchStore:
 
     def number_of_processes(self) -> int:
         """Number of processes that are noted, on all hosts."""
-        counted: int = self.connection.add(_PROCESSES, 0)
-        return counted
+        return self.connection.add(_PROCESSES, 0)
 
     def processes(self, host: str, known: int) -> list[dict[str, int]]:
         """The processes of ``host`` after the first ``known`` ones, as far as they are noted."""
@@ -194,8 +245,7 @@ class WatchStore:
 
     def answers(self) -> int:
         """Number of ranks that know the ending or have left."""
-        counted: int = self.connection.add(_ANSWERS, 0)
-        return counted
+        return self.connection.add(_ANSWERS, 0)
 
     def finish(self) -> None:
         """Count this rank, which is not the host, among the ranks that no longer need the store. The last request."""
@@ -203,8 +253,7 @@ class WatchStore:
 
     def finished(self) -> int:
         """Number of ranks that no longer need the store."""
-        counted: int = self.connection.add(_DONE, 0)
-        return counted
+        return self.connection.add(_DONE, 0)
 
     def set_printed(self) -> None:
         """Note that the failed rank has printed its error."""
@@ -212,17 +261,16 @@ class WatchStore:
 
     def is_printed(self) -> bool:
         """Return whether the failed rank has printed its error."""
-        return bool(self.connection.check([_PRINTED]))
+        return self.connection.check([_PRINTED])
 
     def _read(self, key: str) -> str | None:
         if not self.connection.check([key]):
             return None
-        text: str = self.connection.get(key).decode()
-        return text
+        return self.connection.get(key).decode()
 
     def _replace(self, before: str, state: Ending | RollCall) -> bool:
         after = _encoded(state)
-        return bool(self.connection.compare_set(_STATE, before, after).decode() == after)
+        return self.connection.compare_set(_STATE, before, after).decode() == after
 
 
 def poll_seconds(world_size: int) -> float:

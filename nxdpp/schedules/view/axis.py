@@ -35,12 +35,9 @@ def tick_step(makespan: float, scale: float, letter: float, gap: float) -> float
     last = math.inf
     for step in round_steps(smallest):
         last = step
-        digits = max(len(number(step)), len(number(step * math.ceil(makespan / step))), _between(step, makespan))
+        ticks = math.ceil(makespan / step)
+        # The number before the last may have more digits after the point.
+        digits = max(len(number(step * each)) for each in (1, ticks, max(0, ticks - 1)))
         if digits * letter + gap <= step * scale:
             break
     return last
-
-
-def _between(step: float, makespan: float) -> int:
-    """Return the letters of the number before the last, which may have more digits after the point."""
-    return len(number(step * max(0, math.ceil(makespan / step) - 1)))

@@ -75,8 +75,12 @@ def run(options: argparse.Namespace) -> None:
     if options.name is None:
         raise ValueError(f"name a schedule, one of {', '.join(FAMILIES)} or a CSV file; or add --compare.")
     name, schedule = _schedule(options)
-    title, timeline = _simulated(options, name, schedule)
-    legend = _shares(options).axis_legend(schedule)
+    shares, sizes = _shares(options), check(schedule)
+    stages = "" if sizes.stages == sizes.ranks else f", {counted(sizes.stages, 'stage')}"
+    title = (
+        f"{name}: {counted(sizes.ranks, 'rank')}{stages}, {counted(sizes.microbatches, 'microbatch')}; {shares.text()}"
+    )
+    timeline, legend = shares.simulate(schedule), shares.axis_legend(schedule)
     if options.svg is not None:
         _write_svg(title, timeline, legend, options.svg)
     if options.json:
@@ -120,16 +124,6 @@ def _schedule(options: argparse.Namespace) -> tuple[str, Schedule]:
     return Path(options.name).name, schedule
 
 
-def _simulated(options: argparse.Namespace, name: str, schedule: Schedule) -> tuple[str, Timeline]:
-    shares = _shares(options)
-    sizes = check(schedule)
-    stages = "" if sizes.stages == sizes.ranks else f", {counted(sizes.stages, 'stage')}"
-    title = (
-        f"{name}: {counted(sizes.ranks, 'rank')}{stages}, {counted(sizes.microbatches, 'microbatch')}; {shares.text()}"
-    )
-    return title, shares.simulate(schedule)
-
-
 def _compare(options: argparse.Namespace) -> None:
     if options.svg is not None:
         raise ValueError("--svg draws one schedule: leave out --compare, or --svg.")
@@ -154,11 +148,7 @@ def _ranks_and_microbatches(options: argparse.Namespace) -> tuple[int, int]:
     # A comparison is one schedule for each family.
     schedules = len(FAMILIES) if options.compare else 1
     size = schedules * options.ranks * options.microbatches * (options.virtual or 1)
-    tell_size(
-        size,
-        f"{counted(options.ranks, 'rank')} and {counted(options.microbatches, 'microbatch')} make",
-        _MOST,
-    )
+    tell_size(size, f"{counted(options.ranks, 'rank')} and {counted(options.microbatches, 'microbatch')} make", _MOST)
     return options.ranks, options.microbatches
 
 

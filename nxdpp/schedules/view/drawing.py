@@ -9,9 +9,11 @@
 """
 
 import math
+from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 
 from rich.console import Console
 from rich.text import Text
@@ -73,7 +75,7 @@ class _Drawing:
         self.blocks = 1
         while self._start(self.blocks) < self._columns:
             self.blocks += 1
-        self._parts = self._by_block()
+        self._drawn = [[piece for piece in row if piece.end > piece.start] for row in self._rows]
 
     def remarks(self) -> list[Text]:
         """Return the entries of the legend on labels without numbers and on actions without columns."""
@@ -93,9 +95,10 @@ class _Drawing:
         start, end = self._start(block), min(self._start(block + 1), self._columns)
         text.append(self._head)
         text.append(self._axis(block, start, end).rstrip() + "\n")
-        for head, parts in zip(self._heads, self._parts[block], strict=True):
+        for head, row in zip(self._heads, self._drawn, strict=True):
             text.append(head)
-            for piece in parts:
+            first = bisect_right(row, start, key=attrgetter("end"))
+            for piece in row[first : bisect_left(row, end, key=attrgetter("start"))]:
                 text.append(self._shown(piece, max(piece.start, start), min(piece.end, end)), piece.style)
             text.append("\n")
 
@@ -130,21 +133,6 @@ class _Drawing:
             yield _Piece(start, end, labels.label(span.action), f"{INK} on {colour}")
             column = end
         yield _Piece(column, max(1, self._column(timeline.makespan)))
-
-    def _by_block(self) -> list[list[list[_Piece]]]:
-        found: list[list[list[_Piece]]] = [[[] for _ in self._rows] for _ in range(self.blocks)]
-        for rank, row in enumerate(self._rows):
-            block = 0
-            for piece in row:
-                if piece.end == piece.start:
-                    continue
-                while self._start(block + 1) <= piece.start:
-                    block += 1
-                at = block
-                while at < self.blocks and (at == block or self._start(at) < piece.end):
-                    found[at][rank].append(piece)
-                    at += 1
-        return found
 
     def _shown(self, piece: _Piece, start: int, end: int) -> str:
         """Return the part of ``piece`` from column ``start`` to ``end``."""

@@ -17,19 +17,13 @@ NARROWEST = 20
 
 
 def tables(
-    heads: Sequence[str],
-    rows: Sequence[Sequence[str]],
-    width: int,
-    *,
-    left: int = 1,
-    total: bool = False,
-    folded: int | None = None,
+    heads: Sequence[str], rows: Sequence[Sequence[str]], width: int, *, left: int = 1, folded: int | None = None
 ) -> "list[Table]":
     """Return a table, or several where one is wider than ``width`` columns: each begins with the first column.
 
     Heads are broken between words, and cells after a comma. The first ``left`` columns are aligned to the left, the
-    others to the right. ``total`` separates the last row by a line. The texts of the column ``folded`` may be broken
-    between any words, and in words that are too long.
+    others to the right. The texts of the column ``folded`` may be broken between any words, and in words that are too
+    long.
     """
     from rich.box import Box
     from rich.cells import cell_len
@@ -54,8 +48,6 @@ def tables(
             justify: JustifyMethod = "left" if at < left or at == folded else "right"
             table.add_column(heads[at], justify=justify, overflow="fold", width=least[at] + more)
         for row in rows:
-            if total and row is rows[-1]:
-                table.add_section()
             table.add_row(*(row[at] for at in group))
         found.append(table)
     return found

@@ -4,7 +4,6 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import nn
-from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from nxdpp.ground.torch_names import PARAMETERS
@@ -46,7 +45,9 @@ def apply_plan(model: nn.Module, plan: Mapping[str, str], pad_heads: bool = Fals
         dim, stride = _along(PARAMETERS.of(found[owner])[key], style)
         if dim is not None:
             parts.divide(found[owner], key, dim, stride)
-    rope_size = getattr(_text_configuration(model), "qk_rope_head_dim", None)
+    config: Any = getattr(model, "config", None)
+    config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    rope_size = getattr(config, "qk_rope_head_dim", None)
     for name, style in chosen.items():
         if style in MODULE:
             install(found[name], style, rope_size)
@@ -110,48 +111,29 @@ def _leave_out_vocabulary(found: Mapping[str, nn.Module], chosen: dict[str, str]
             del chosen[name]
             yield (
                 f"{name} stays whole on each rank: its {rows} rows do not divide by the tensor-parallel size {size}. "
-                f"{_remedy(found[''], module, rows + -rows % size)}"
+                f"Another size makes parts of it, or model.resize_token_embeddings({rows + -rows % size}) before "
+                f"tensor_parallelize, if this is the model's vocabulary; the new tokens count in the loss."
             )
-
-
-def _remedy(model: nn.Module, module: nn.Module, rows: int) -> str:
-    ends = (model.get_input_embeddings(), model.get_output_embeddings()) if isinstance(model, PreTrainedModel) else ()
-    if not any(module is each for each in ends):
-        return "A tensor-parallel size that divides them makes parts of it."
-    return (
-        f"model.resize_token_embeddings({rows}) before tensor_parallelize makes a vocabulary that does; the new tokens "
-        f"count in the loss."
-    )
 
 
 def _check_module(name: str, module: nn.Module, style: str, is_padded: bool) -> None:
-    if style in MODULE:
-        if style == "rows" and not isinstance(module, nn.Linear | Conv1D):
-            raise ValueError(
-                f"the plan gives {name}, a {type(module).__name__}, the style rows, which linear layers take"
-            )
-        if style == "rows":
-            _check_forward(name, module)
+    if style in MODULE and style != "rows":
         return
-    fits = style in EMBEDDING if isinstance(module, nn.Embedding) else style in LINEAR
+    fits = style in EMBEDDING if isinstance(module, nn.Embedding) else style in LINEAR or style == "rows"
     if not isinstance(module, nn.Linear | nn.Embedding | Conv1D) or not fits:
         raise ValueError(f"the plan gives {name}, a {type(module).__name__}, the style {style}, which does not fit it")
-    if not isinstance(module, nn.Embedding):
-        _check_forward(name, module)
-    if isinstance(module, nn.Embedding) and (module.max_norm or module.scale_grad_by_freq or module.sparse):
-        raise ValueError(f"{name} has max_norm, scale_grad_by_freq or sparse, which a part of it cannot have")
-    if is_padded:
-        return
-    dim, stride = _of_weight(module, style)
-    _check_size(f"{name}.weight", tuple(module.weight.shape), dim, stride)
-
-
-def _check_forward(name: str, module: nn.Module) -> None:
-    if type(module).forward not in (nn.Linear.forward, Conv1D.forward):
+    if isinstance(module, nn.Embedding):
+        if module.max_norm or module.scale_grad_by_freq or module.sparse:
+            raise ValueError(f"{name} has max_norm, scale_grad_by_freq or sparse, which a part of it cannot have")
+    elif type(module).forward not in (nn.Linear.forward, Conv1D.forward):
         raise ValueError(
             f"{name} is a {type(module).__name__} with a forward of its own, which may not work on a part: leave it "
             f"out of the plan"
         )
+    if is_padded or style == "rows":
+        return
+    dim, stride = _of_weight(module, style)
+    _check_size(f"{name}.weight", tuple(module.weight.shape), dim, stride)
 
 
 def _check_parameter(model: nn.Module, name: str, style: str) -> None:
@@ -181,16 +163,16 @@ def _divide_module(module: Any, style: str, parts: Parts, padded: int) -> None:
     if isinstance(module, nn.Embedding):
         if style == "embedding_rowwise":
             parallel.to_vocabulary(module)
-        else:
-            kind = parallel.HiddenEmbedding if style == "embedding_colwise" else parallel.HeadsEmbedding
-            parallel.become(module, kind)
+        elif style == "embedding_colwise":
+            parallel.become(module, parallel.HiddenEmbedding)
+        # The hidden size of embedding_heads is the heads of an attention, and is divided with them.
     elif isinstance(module, Conv1D):
         parallel.become(module, parallel.RowConv1D if style == "rowwise" else parallel.ColumnConv1D)
     elif "rowwise" in style:
-        own_outputs = style == "rowwise_own_outputs"
-        parallel.to_row(module, input_is_parallel=own_outputs or style == "rowwise", own_outputs=own_outputs)
+        kind = parallel.RowLinearOfOwnOutputs if style == "rowwise_own_outputs" else parallel.RowLinear
+        parallel.become_linear(module, kind, 1, input_is_parallel=style in ("rowwise", "rowwise_own_outputs"))
     else:
-        parallel.to_column(module, gather_output=style in _VOCABULARY, stride=stride)
+        parallel.become_linear(module, parallel.ColumnLinear, 0, stride, gather_output=style in _VOCABULARY)
     parts.divide(module, "weight", dim, stride, padded)
     if "rowwise" not in style and not isinstance(module, nn.Embedding):
         parts.divide(module, "bias", 0, stride, padded)
@@ -217,8 +199,3 @@ def _along(parameter: Any, style: str) -> tuple[int | None, int]:
     if "rowwise" in style:
         return parameter.dim() - 1, stride
     return max(0, parameter.dim() - 2), stride
-
-
-def _text_configuration(model: Any) -> Any:
-    config: Any = getattr(model, "config", None)
-    return config.get_text_config() if hasattr(config, "get_text_config") else config

@@ -11,13 +11,7 @@ from transformers.pytorch_utils import Conv1D
 from nxdpp.ground.torch_names import PARAMETERS
 from nxdpp.ground.transformers_names import GAUSSIAN_TOPK
 from nxdpp.ranks import parallel_state
-from nxdpp.tensor.mappings import (
-    copy_to_tensor_model_parallel_region,
-    gather_from_sequence_parallel_region,
-    gather_from_tensor_model_parallel_region_with_dim,
-    reduce_from_tensor_model_parallel_region,
-    scatter_to_tensor_model_parallel_region_with_dim,
-)
+from nxdpp.tensor import mappings
 from nxdpp.tensor.models.modules import override
 from nxdpp.tensor.tensor_attributes import mark_sequence_parallel
 
@@ -29,7 +23,7 @@ class WholeGaussianTopk(nn.Module):
         """Return this rank's features ``(B, T, I / ranks)`` of the activation of ``inputs`` on all ranks."""
         own = inputs.shape[-1]
         # The gradient of a rank's features goes to the features of all ranks, by the mean and the deviation.
-        whole = gather_from_sequence_parallel_region(inputs, sequence_dimension=-1)
+        whole = mappings.gather_from_sequence_parallel_region(inputs, sequence_dimension=-1)
         kept: torch.Tensor = GAUSSIAN_TOPK.of(super())(whole)
         return kept.narrow(-1, parallel_state.get_tensor_model_parallel_rank() * own, own)
 
@@ -42,13 +36,13 @@ class DividedRows(nn.Module):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Return the product ``(..., O)`` of the whole ``input`` ``(..., I)``."""
-        weight = copy_to_tensor_model_parallel_region(self.weight)
-        bias = None if self.bias is None else copy_to_tensor_model_parallel_region(self.bias)
+        weight = mappings.copy_to_tensor_model_parallel_region(self.weight)
+        bias = None if self.bias is None else mappings.copy_to_tensor_model_parallel_region(self.bias)
         rows = input.reshape(-1, input.shape[-1])
         missing = -len(rows) % parallel_state.get_tensor_model_parallel_size()
-        own = scatter_to_tensor_model_parallel_region_with_dim(functional.pad(rows, (0, 0, 0, missing)), 0)
+        own = mappings.scatter_to_tensor_model_parallel_region_with_dim(functional.pad(rows, (0, 0, 0, missing)), 0)
         product = functional.linear(own, weight.t() if isinstance(self, Conv1D) else weight, bias)
-        whole = gather_from_tensor_model_parallel_region_with_dim(product, 0)
+        whole = mappings.gather_from_tensor_model_parallel_region_with_dim(product, 0)
         return whole[: len(rows)].reshape(*input.shape[:-1], whole.shape[-1])
 
 
@@ -61,7 +55,9 @@ def install(module: nn.Module, style: str, rope_size: int | None) -> None:
         assert rope_size is not None
         module.register_forward_hook(partial(_copy_rope, rope_size))
     elif style in ("all_reduce", "moe_tp_experts"):
-        if style == "moe_tp_experts" or _has_parts(module):
+        # Its linear layers, which copy inputs, do not count.
+        has_parts = any(getattr(each, "tensor_model_parallel", False) for each in PARAMETERS.of(module).values())
+        if style == "moe_tp_experts" or has_parts:
             module.register_forward_pre_hook(_copy_expert_inputs, with_kwargs=True)
         module.register_forward_hook(_sum_output)
     elif style == "rows":
@@ -74,19 +70,14 @@ def install(module: nn.Module, style: str, rope_size: int | None) -> None:
         module.register_forward_pre_hook(_divide_input)
 
 
-def _has_parts(module: nn.Module) -> bool:
-    """Return whether ``module`` itself has divided parameters; its linear layers, which copy inputs, do not count."""
-    return any(getattr(parameter, "tensor_model_parallel", False) for parameter in PARAMETERS.of(module).values())
-
-
 def _copy_rope(size: int, module: Any, args: Any, output: torch.Tensor) -> torch.Tensor:
     """The rotated part of the keys goes into attention directly, on each rank for its own heads."""
     whole, rope = output.split([output.shape[-1] - size, size], dim=-1)
-    return torch.cat([whole, copy_to_tensor_model_parallel_region(rope)], dim=-1)
+    return torch.cat([whole, mappings.copy_to_tensor_model_parallel_region(rope)], dim=-1)
 
 
 def _sum_output(module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
-    return reduce_from_tensor_model_parallel_region(output)
+    return mappings.reduce_from_tensor_model_parallel_region(output)
 
 
 def _copy_expert_inputs(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
@@ -96,7 +87,7 @@ def _copy_expert_inputs(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any,
 
 def _copied(value: Any) -> Any:
     floating = isinstance(value, torch.Tensor) and value.is_floating_point()
-    return copy_to_tensor_model_parallel_region(value) if floating else value
+    return mappings.copy_to_tensor_model_parallel_region(value) if floating else value
 
 
 def _divide_input(module: nn.Module, args: Any) -> Any:

@@ -60,14 +60,6 @@ class HiddenEmbedding(KeepsAttributes, nn.Embedding):
         return mappings.gather_from_tensor_model_parallel_region(super().forward(input))
 
 
-class HeadsEmbedding(KeepsAttributes, nn.Embedding):
-    """``torch.nn.Embedding`` whose hidden size is the heads of an attention, divided with them."""
-
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Return this rank's heads ``(..., H / ranks)`` of the embeddings."""
-        return super().forward(input)
-
-
 class ColumnConv1D(KeepsAttributes, Conv1D):
     """``Conv1D`` of transformers, a transposed linear layer, whose outputs are divided."""
 
@@ -86,18 +78,6 @@ class RowConv1D(KeepsAttributes, Conv1D):
         return mappings.reduce_from_tensor_model_parallel_region(product) + self.bias.to(product.dtype)
 
 
-def to_column(module: nn.Linear, gather_output: bool, stride: int = 1) -> None:
-    """Make ``module`` a ``ColumnLinear``; its parameters are still whole."""
-    _become_linear(module, ColumnLinear, 0, stride)
-    module.gather_output = gather_output  # type: ignore[assignment]  # Module declares only tensors and modules
-
-
-def to_row(module: nn.Linear, input_is_parallel: bool, own_outputs: bool = False) -> None:
-    """Make ``module`` a ``RowLinear``, or one with divided outputs; its parameters are still whole."""
-    _become_linear(module, RowLinearOfOwnOutputs if own_outputs else RowLinear, 1, 1)
-    module.input_is_parallel = input_is_parallel  # type: ignore[assignment]  # Module declares only tensors and modules
-
-
 def to_vocabulary(module: nn.Embedding) -> None:
     """Make ``module`` a ``VocabularyEmbedding``; its weight is still whole."""
     rows = module.num_embeddings // _size()
@@ -108,8 +88,6 @@ def to_vocabulary(module: nn.Embedding) -> None:
         num_embeddings_per_partition=rows,
         start_index=start,
         end_index=start + rows,
-        shard_across_embedding=False,
-        collect_output=True,
         sequence_parallel_enabled=False,
         sequence_dimension=1,
         _init_method=nn.init.normal_,
@@ -136,7 +114,8 @@ def _joined(own: type[nn.Module], first: type[nn.Module], second: type[nn.Module
     return _made[first, second]
 
 
-def _become_linear(module: nn.Linear, parallel: type[nn.Linear], dim: int, stride: int) -> None:
+def become_linear(module: nn.Linear, parallel: type[nn.Linear], dim: int, stride: int = 1, **options: bool) -> None:
+    """Make ``module`` a ``parallel`` with these ``options``; its parameters are still whole."""
     vars(module).update(
         tensor_parallel_size=_size(),
         tensor_parallel_rank=parallel_state.get_tensor_model_parallel_rank(),
@@ -145,13 +124,12 @@ def _become_linear(module: nn.Linear, parallel: type[nn.Linear], dim: int, strid
         stride=stride,
         sequence_parallel_enabled=False,
         sequence_dimension=1,
-        keep_master_weight=False,
-        master_weight=None,
         skip_bias_add=False,
         reduce_dtype=None,
         _bias_follows=False,
         _dim=dim,
         _init_method=None,
+        **options,
     )
     become(module, parallel)
 

@@ -27,42 +27,24 @@ class Rule(NamedTuple):
     reason: str
 
 
+_SUMMED = "replicated_with_grad_allreduce"
+_FEATURES = "its parameters see the features of one rank"
+_MASK = "the mask of a head depends on the values of all heads"
 _NORM = "it sees the heads of one rank"
+_TOPK = "its activation takes mean and deviation of all features"
 _BLOCKS = "gate and up are blocks of one tensor"
+_EXPERTS = "layers.*.mlp.experts.gate_up_proj"
 ADDED: dict[str, tuple[Rule, ...]] = {
-    "apertus": (
-        Rule(
-            "layers.*.mlp.act_fn",
-            "replicated_with_grad_allreduce",
-            "layers.*.mlp.up_proj",
-            "its parameters see the features of one rank",
-        ),
-    ),
+    "apertus": (Rule("layers.*.mlp.act_fn", _SUMMED, "layers.*.mlp.up_proj", _FEATURES),),
     "doge": (
-        Rule(
-            "layers.*.self_attn.dt_proj",
-            "rowwise_own_outputs",
-            "layers.*.self_attn.v_proj",
-            "the mask of a head depends on the values of all heads",
-        ),
+        Rule("layers.*.self_attn.dt_proj", "rowwise_own_outputs", "layers.*.self_attn.v_proj", _MASK),
         Rule("layers.*.self_attn.A", "colwise", "layers.*.self_attn.v_proj", "it has one number for each head"),
-        Rule("layers.*.self_attn.q_norm", "replicated_with_grad_allreduce", "layers.*.self_attn.q_proj", _NORM),
-        Rule("layers.*.self_attn.k_norm", "replicated_with_grad_allreduce", "layers.*.self_attn.k_proj", _NORM),
+        Rule("layers.*.self_attn.q_norm", _SUMMED, "layers.*.self_attn.q_proj", _NORM),
+        Rule("layers.*.self_attn.k_norm", _SUMMED, "layers.*.self_attn.k_proj", _NORM),
     ),
-    "gemma3n_text": (
-        Rule(
-            "layers.*.mlp",
-            "gaussian_topk",
-            "layers.*.mlp.gate_proj",
-            "its activation takes mean and deviation of all features",
-        ),
-    ),
-    "inkling_text": (
-        Rule("layers.*.mlp.experts.gate_up_proj", "packed_colwise", "layers.*.mlp.experts.gate_up_proj", _BLOCKS),
-    ),
-    "inkling2_text": (
-        Rule("layers.*.mlp.experts.gate_up_proj", "packed_colwise", "layers.*.mlp.experts.gate_up_proj", _BLOCKS),
-    ),
+    "gemma3n_text": (Rule("layers.*.mlp", "gaussian_topk", "layers.*.mlp.gate_proj", _TOPK),),
+    "inkling_text": (Rule(_EXPERTS, "packed_colwise", _EXPERTS, _BLOCKS),),
+    "inkling2_text": (Rule(_EXPERTS, "packed_colwise", _EXPERTS, _BLOCKS),),
 }
 """Rules added to the plan of a type, or in place of one of its rules."""
 

@@ -71,12 +71,21 @@ def tensor_parallelize(
         )
     chosen = checked_plan(model, plan)
     if plan is None:
-        _check_compared(model, chosen)
+        if not has_compared_plan(model, chosen):
+            raise ValueError(
+                f"{type(base_of(model)).__name__}: its tp_plan was not compared with one process "
+                f"(docs/tensor_models.md lists the types). Call check_tensor_parallel(small_model, inputs) before, or "
+                f"give a dict plan= of your own"
+            )
         if sequence_parallel:
             check_type(model, chosen)
     result = parallelize(model, chosen, sequence_parallel, plan is None and not gather_logits, pad_heads)
     if plan is not None and parallel_state.get_tensor_model_parallel_size() > 1 and not is_compared(type(model), plan):
-        _warn_unseen(model)
+        warnings.warn(
+            f"{type(model).__name__}: this plan was not compared with one process, and a plan may give other numbers. "
+            f"Call check_tensor_parallel(small_model, inputs, plan) before, with a small model of this class",
+            stacklevel=2,
+        )
     return result
 
 
@@ -132,23 +141,6 @@ def checked_plan(model: nn.Module, plan: Mapping[str, str] | None) -> Mapping[st
         )
     check_added(model, plan)
     return plan
-
-
-def _check_compared(model: nn.Module, plan: Mapping[str, str]) -> None:
-    if has_compared_plan(model, plan):
-        return
-    raise ValueError(
-        f"{type(base_of(model)).__name__}: its tp_plan was not compared with one process (docs/tensor_models.md lists "
-        f"the types). Call check_tensor_parallel(small_model, inputs) before, or give a dict plan= of your own"
-    )
-
-
-def _warn_unseen(model: nn.Module) -> None:
-    warnings.warn(
-        f"{type(model).__name__}: this plan was not compared with one process, and a plan may give other numbers. Call "
-        f"check_tensor_parallel(small_model, inputs, plan) before, with a small model of this class",
-        stacklevel=3,
-    )
 
 
 def refuse_methods(model: nn.Module, divides_logits: bool) -> None:

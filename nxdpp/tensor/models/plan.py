@@ -6,29 +6,12 @@ from typing import Any
 
 from torch import nn
 
-LINEAR = {
-    "colwise",
-    "colwise_gather_output",
-    "colwise_rep",
-    "rowwise",
-    "rowwise_split_input",
-    "rowwise_rep",
-    "rowwise_own_outputs",
-    "packed_colwise",
-}
+_ROWS = {"rowwise", "rowwise_split_input", "rowwise_rep", "rowwise_own_outputs"}
+LINEAR = {"colwise", "colwise_gather_output", "colwise_rep", "packed_colwise"} | _ROWS
 EMBEDDING = {"embedding_rowwise", "embedding_colwise", "embedding_heads"}
 PARAMETER = {"colwise", "rowwise", "packed_colwise", "packed_rowwise", "replicate"}
-MODULE = {
-    "all_reduce",
-    "gaussian_topk",
-    "local_params",
-    "mla_kv_a_proj",
-    "moe_identity_expert",
-    "moe_tp_experts",
-    "replicate",
-    "replicated_with_grad_allreduce",
-    "rows",
-}
+_OF_TYPES = {"gaussian_topk", "mla_kv_a_proj", "moe_identity_expert", "moe_tp_experts"}
+MODULE = {"all_reduce", "local_params", "replicate", "replicated_with_grad_allreduce", "rows"} | _OF_TYPES
 STYLES = LINEAR | EMBEDDING | PARAMETER | MODULE
 
 

@@ -145,6 +145,4 @@ class Siblings:
 
 
 def _state(tensor: torch.Tensor) -> tuple[Any, ...]:
-    device = tensor.device.type
-    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-    return VERSION.of(tensor), dtype
+    return VERSION.of(tensor), autocast_dtype(tensor)

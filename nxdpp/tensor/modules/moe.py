@@ -22,7 +22,7 @@ from nxdpp.ranks import parallel_state
 from nxdpp.tensor import mappings
 from nxdpp.tensor.initial_parts import InitMethod
 from nxdpp.tensor.layers import ColumnParallelLinear, RowParallelLinear
-from nxdpp.tensor.parallel_linear import ParallelLinear
+from nxdpp.tensor.parallel_layer import ParallelLinear
 from nxdpp.tensor.tensor_attributes import mark_sequence_parallel
 from nxdpp.tensor.utils import ensure_divisibility
 
@@ -123,7 +123,7 @@ class ExpertWeight(ParallelLinear):
         ensure_divisibility(shape[dim], parallel_state.get_tensor_model_parallel_size() * stride)
         _, inputs, outputs = shape
         ParallelLinear.__init__(
-            self, inputs, outputs, 2 - dim, stride, init_method, False, None, False, False, False, None, None
+            self, inputs, outputs, 2 - dim, stride, init_method, False, None, False, False, None, None
         )
         self._dim = dim
         self._add_part("weight", shape, dim, dtype, device, stride=stride)

@@ -25,8 +25,7 @@ from nxdpp.tensor import mappings
 from nxdpp.tensor.initial_parts import InitMethod, fill_parameter
 from nxdpp.tensor.layers import column_parallel
 from nxdpp.tensor.overlapped_linear import WeightRows
-from nxdpp.tensor.parallel_layer import ParallelLayer
-from nxdpp.tensor.parallel_linear import init_as_torch
+from nxdpp.tensor.parallel_layer import ParallelLayer, init_as_torch
 
 _NAMES = ("q", "k", "v")
 # By number of copies: the tensor group for which the group was made, and this rank's group.
@@ -52,7 +51,7 @@ class GQAQKVColumnParallelLinear(ParallelLayer):
         gather_output: return the whole query, key and value on each rank, without copies.
         dtype, device, init_method: as in ``ColumnParallelLinear``.
         sequence_parallel_enabled: gather the sequence first; each rank gives its part.
-        keep_master_weight: keep the initial whole weights on the CPU: ``master_weight_q`` and so on, no parameters.
+        keep_master_weight: no meaning here: no layer keeps the whole weights.
         kv_size_multiplier: number of ranks that hold each part of key and value.
         fuse_qkv: both values give one message for the three products. NeuronX Distributed's ``True`` has one parameter
             ``weight_qkv``. Here there are three in either case: a norm, a save and a load of one weight would have to
@@ -66,6 +65,8 @@ class GQAQKVColumnParallelLinear(ParallelLayer):
         TypeError: for a ``dtype`` that is a bool.
         ValueError: for sizes that do not divide, and in a load of a fused weight whose copies are on some ranks.
     """
+
+    _shown = ("input_size", "output_sizes", "kv_size_multiplier")
 
     def __init__(
         self,
@@ -91,14 +92,21 @@ class GQAQKVColumnParallelLinear(ParallelLayer):
                 f"sequence_parallel_enabled={dtype} and what follows it by name"
             )
         query, key_value = output_sizes
-        self._check_sizes(query, key_value, kv_size_multiplier)
+        ranks = self.tensor_parallel_size
+        if kv_size_multiplier < 1 or ranks % kv_size_multiplier:
+            raise ValueError(
+                f"kv_size_multiplier={kv_size_multiplier} does not divide the tensor-parallel size {ranks}: so many "
+                f"ranks have the same key and value heads"
+            )
+        if query % ranks or key_value * kv_size_multiplier % ranks:
+            raise ValueError(
+                f"GQAQKVColumnParallelLinear divides query={query} and key_value={key_value} * "
+                f"kv_size_multiplier={kv_size_multiplier} over {ranks} ranks: give multiples of {ranks}, of whole heads"
+            )
         self.input_size, self.output_sizes = input_size, (query, key_value)
         self.kv_size_multiplier = kv_size_multiplier
         self.gather_output, self.fuse_qkv = gather_output, fuse_qkv
-        self.keep_master_weight, self.reduce_dtype = keep_master_weight, reduce_dtype
-        self.master_weight_q: torch.Tensor | None
-        self.master_weight_k: torch.Tensor | None
-        self.master_weight_v: torch.Tensor | None
+        self.reduce_dtype = reduce_dtype
         self.sequence_parallel_enabled = sequence_parallel_enabled
         self.sequence_dimension = sequence_dimension or 0
         self._init_method = init_method
@@ -119,19 +127,6 @@ class GQAQKVColumnParallelLinear(ParallelLayer):
         kv_shared_group(kv_size_multiplier)
         self.reset_parameters()
 
-    def _check_sizes(self, query: int, key_value: int, multiplier: int) -> None:
-        ranks = self.tensor_parallel_size
-        if multiplier < 1 or ranks % multiplier:
-            raise ValueError(
-                f"kv_size_multiplier={multiplier} does not divide the tensor-parallel size {ranks}: so many ranks have "
-                f"the same key and value heads"
-            )
-        if query % ranks or key_value * multiplier % ranks:
-            raise ValueError(
-                f"GQAQKVColumnParallelLinear divides query={query} and key_value={key_value} * "
-                f"kv_size_multiplier={multiplier} over {ranks} ranks: give multiples of {ranks}, with whole heads"
-            )
-
     def reset_parameters(self) -> None:
         """Initialise the weights and biases."""
         bound = 1 / math.sqrt(self.input_size) if self.input_size > 0 else 0
@@ -145,13 +140,12 @@ class GQAQKVColumnParallelLinear(ParallelLayer):
         self.reset_parameters()
 
     def init_weight_cpu(self) -> None:
-        """Initialise the weights from numbers that are drawn on the CPU, and keep the wholes if asked for."""
+        """Initialise the weights from numbers that are drawn on the CPU."""
         for name in _NAMES:
             self._fill_weight(name)
 
     def _fill_weight(self, name: str) -> None:
-        weight, method = self.get_parameter(f"weight_{name}"), self._init_method or init_as_torch
-        setattr(self, f"master_weight_{name}", fill_parameter(weight, method, self.keep_master_weight))
+        fill_parameter(self.get_parameter(f"weight_{name}"), self._init_method or init_as_torch)
 
     def __getattr__(self, name: str) -> Any:
         """Raise ``AttributeError``, for the fused parameters of NeuronX Distributed with the remedy."""
@@ -230,13 +224,6 @@ class GQAQKVColumnParallelLinear(ParallelLayer):
         by_part = gathered.unflatten(-1, (-1, copies, part.shape[-1]))
         whole: torch.Tensor = by_part[..., 0, :].flatten(-2)[..., :size]
         return whole
-
-    def extra_repr(self) -> str:
-        """Sizes and the number of copies."""
-        return (
-            f"input_size={self.input_size}, output_sizes={list(self.output_sizes)}, bias={self.bias_q is not None}, "
-            f"kv_size_multiplier={self.kv_size_multiplier}, tensor_parallel_size={self.tensor_parallel_size}"
-        )
 
 
 def kv_shared_group(copies: int) -> ProcessGroup | None:

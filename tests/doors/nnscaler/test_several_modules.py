@@ -107,7 +107,6 @@ def buckets(rank: int, **settings: Any) -> list[torch.dtype]:
     ]
     model = parallelize(expected, {"x": samples[0]}, "tp", config)
     assert isinstance(model, ParallelModule)
-    assert model.rank == rank
     optimizer: Any = build_optimizer(model, torch.optim.SGD, lr=0.1)
     seen: list[torch.dtype] = []
     optimizer.register_reducer_pre_hook(lambda reducer, grad: seen.append(grad.dtype))

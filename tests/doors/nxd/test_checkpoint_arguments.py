@@ -96,7 +96,6 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"model": nn.Linear(2, 2).state_dict()}, TypeError, "model is of class OrderedDict: give the module itself"),
     ({"optimizer": _model_and_optimizer()["optimizer"]}, ValueError, "optimizer= needs model= too"),
     ({"scheduler": lambda step: step}, TypeError, "scheduler is a function, without state_dict"),
-    ({"num_workers": 0}, ValueError, "num_workers=0 must be a whole number of at least 1"),
     ({"num_kept_ckpts": True}, ValueError, r"num_kept_ckpts=True must be a whole number"),
 ]  # fmt: skip
 

@@ -1,6 +1,6 @@
 """Cases of NeuronX Distributed's integration tests, with their calls, on gloo: names and dtypes of ZeRO-1.
 
-tests/tensor has those of layers, attention and convolutions, tests/gradients those of norms.
+tests/tensor has those of layers and attention, tests/gradients those of norms.
 """
 
 import torch

@@ -127,8 +127,8 @@ class OwnLoss(PipelineTrainer):
     [
         (PipelineTrainer, {"compute_loss_func": len}, "cannot honour compute_loss_func: the last stage computes"),
         (OwnLoss, {}, "OwnLoss has a compute_loss of its own, which a pipeline does not call"),
-        (PipelineTrainer, {"pipeline_arguments": {"grad_scaler": None}}, "the trainer sets grad_scaler itself"),
-        (PipelineTrainer, {"pipeline_arguments": {"schedule": "gpipe"}}, "give schedule to PipelineTrainer itself"),
+        (PipelineTrainer, {"pipeline_arguments": {"grad_scaler": None}}, "pipeline_arguments: the trainer sets it"),
+        (PipelineTrainer, {"pipeline_arguments": {"schedule": "gpipe"}}, "schedule of pipeline_arguments: give it to"),
         (
             PipelineTrainer,
             {"pipeline_arguments": {"output_loss_value_spec": (False, True)}},

@@ -59,7 +59,7 @@ def test_refused_with_pairs() -> None:
     given = {"train_dataset": pairs(2), "processing_class": tokenizer()}
     with pytest.raises(ValueError, match="cannot honour sync_ref_model=True"):
         PipelineDPOTrainer(llama(), args=DPOConfig("out", use_cpu=True, sync_ref_model=True), **given)
-    with pytest.raises(ValueError, match="num_microbatches itself"):
+    with pytest.raises(ValueError, match="num_microbatches of pipeline_arguments"):
         PipelineDPOTrainer(
             llama(),
             llama(),

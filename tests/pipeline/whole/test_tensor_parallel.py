@@ -6,7 +6,7 @@ import torch
 
 from nxdpp import NxDPPModel, parallel_state
 from nxdpp.tensor.sequence_parallel import allreduce_sequence_parallel_gradients
-from nxdpp.tensor.utils import local_slice
+from tests.support.local_slice import local_slice
 from tests.support.run_ranks import run_ranks
 from tests.support.tensor_parallel_models import Model, ParallelLayer, ParallelModel
 

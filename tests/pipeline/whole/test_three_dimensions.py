@@ -6,7 +6,7 @@ import torch
 from transformers import LlamaForCausalLM
 
 from nxdpp import NxDPPModel, parallel_state, tensor_parallelize
-from nxdpp.tensor.utils import local_slice
+from tests.support.local_slice import local_slice
 from tests.support.models import make
 from tests.support.run_ranks import run_ranks
 

@@ -6,7 +6,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]  # public,
 
 from nxdpp.ranks.faults.board import Board
 from nxdpp.ranks.faults.other_calls import OtherCalls
-from nxdpp.ranks.faults.watch_connection import WatchConnection
+from nxdpp.ranks.faults.watch_store import WatchConnection
 
 
 class Rank:

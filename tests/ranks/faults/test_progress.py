@@ -13,9 +13,8 @@ from torch.distributed import distributed_c10d
 from torch.utils.checkpoint import checkpoint
 
 from nxdpp.ranks.faults import progress as progress_module
-from nxdpp.ranks.faults.board import Board
+from nxdpp.ranks.faults.board import Board, StreamWaits
 from nxdpp.ranks.faults.progress import Progress, current_place, script_collective
-from nxdpp.ranks.faults.stream_waits import StreamWaits
 
 
 @pytest.fixture

@@ -7,11 +7,10 @@ from typing import Any, Literal, cast
 
 import pytest
 
-from nxdpp.ranks.faults.board import Board
+from nxdpp.ranks.faults.board import Board, StreamWaits
 from nxdpp.ranks.faults.local_peers import LocalPeers
 from nxdpp.ranks.faults.progress import Progress
 from nxdpp.ranks.faults.roll_call import Answer, judge, own_answer
-from nxdpp.ranks.faults.stream_waits import StreamWaits
 from nxdpp.ranks.faults.timeouts import Timeouts
 
 LIMIT = Timeouts(hang=300.0, compile=3600.0)

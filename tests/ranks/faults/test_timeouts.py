@@ -30,9 +30,9 @@ def test_a_second_call_with_another_limit_is_refused(monkeypatch: pytest.MonkeyP
     initialize_model_parallel(hang_timeout=60)
     try:
         initialize_model_parallel(hang_timeout=60.0)
-        with pytest.raises(RuntimeError, match="hang_timeout=60, which differs from 300: call destroy_model_parallel"):
+        with pytest.raises(RuntimeError, match="hang_timeout=60, which differs from hang_timeout=300: call destroy"):
             initialize_model_parallel()
-        with pytest.raises(RuntimeError, match="compile_timeout=3600, which differs from 60: call destroy_model_para"):
+        with pytest.raises(RuntimeError, match="=3600, which differs from compile_timeout=60: call destroy"):
             initialize_model_parallel(hang_timeout=60, compile_timeout=60)
     finally:
         destroy_model_parallel()

@@ -9,14 +9,13 @@
 """
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from nxdpp.doors.nnscaler.sent_values import of_first_units
 from nxdpp.doors.nnscaler.state_dicts.extra_state import (
     EXTRA_STATE_KEY,
     add_optimizer_extra_state,
@@ -28,6 +27,9 @@ from nxdpp.doors.nnscaler.state_dicts.extra_state import (
 from nxdpp.doors.nnscaler.state_dicts.merged import check_optimizer, to_device
 from nxdpp.ranks import parallel_state
 from nxdpp.ranks.exchange import Exchange
+from nxdpp.ranks.group_values import broadcast_value, from_rank_0
+
+T = TypeVar("T")
 
 
 def deduped_state_dict(
@@ -100,10 +102,10 @@ def load_deduped_state_dict(
         return
     if "shards" not in state:
         names = enumerate(add_optimizer_extra_state(module, optimizer, {})[EXTRA_STATE_KEY]["own"])
-        received = (of_first_units(state["state"].get(at, {}), keepers.is_only_rank_0(name)) for at, name in names)
+        received = (_of_first_units(state["state"].get(at, {}), keepers.is_only_rank_0(name)) for at, name in names)
         state["state"] = {index: values for index, values in enumerate(received) if values}
     elif (units := state["data_parallel"]["size"]) < parallel_state.get_data_parallel_size():
-        state |= of_first_units({key: state[key] for key in ("state", "masters")}, sources=units)
+        state |= _of_first_units({key: state[key] for key in ("state", "masters")}, sources=units)
     optimizer.load_state_dict(state)
 
 
@@ -146,9 +148,30 @@ def broadcast_weights(module: nn.Module, stride_size: int | None = None) -> None
     module.load_state_dict(module.state_dict())
 
 
+def _of_first_units(value: T, is_everywhere: bool = False, sources: int = 1) -> T:
+    """Return a copy of the ``value`` of a first unit, with tensors in host memory; collective over the data group.
+
+    Args:
+        value: of this rank.
+        is_everywhere: all ranks take the value of rank 0; collective over all ranks.
+        sources: number of units that have values. Unit ``u`` takes the value of unit ``u % sources``.
+    """
+    group = parallel_state.get_data_parallel_control_group()
+    if is_everywhere:
+        return from_rank_0(value)
+    if dist.get_world_size(group) == 1:
+        return value
+    place = parallel_state.get_data_parallel_rank() % sources
+    received = value
+    for source in range(sources):
+        sent = broadcast_value(value, group, source)
+        received = sent if source == place else received
+    return received
+
+
 def _receive(tensor: torch.Tensor, is_everywhere: bool, sources: int = 1) -> None:
     with torch.no_grad():
-        tensor.copy_(of_first_units(tensor.detach(), is_everywhere, sources))
+        tensor.copy_(_of_first_units(tensor.detach(), is_everywhere, sources))
 
 
 class _Keepers:

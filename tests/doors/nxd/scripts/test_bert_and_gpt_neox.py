@@ -35,8 +35,8 @@ from nxdpp.parallel_layers import (
 )
 from nxdpp.parallel_layers.loss_functions import parallel_cross_entropy
 from nxdpp.tensor.sequence_parallel import allreduce_sequence_parallel_gradients
-from nxdpp.tensor.utils import local_slice
 from nxdpp.utils.adamw_fp32_optim_params import AdamW_FP32OptimParams
+from tests.support.local_slice import local_slice
 from tests.support.run_ranks import run_ranks
 
 STEPS, BATCH, LENGTH, VOCABULARY, RATE, ACCUMULATED = 2, 4, 6, 48, 1e-2, 2

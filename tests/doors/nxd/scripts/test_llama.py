@@ -22,7 +22,6 @@ from nxdpp.optimizer import NeuronZero1Optimizer
 from nxdpp.parallel_layers import mappings, parallel_state
 from nxdpp.parallel_layers.random import model_parallel_xla_manual_seed
 from nxdpp.parallel_layers.utils import requires_init_pg_override
-from nxdpp.tensor.utils import local_slice
 from nxdpp.utils.adamw_fp32_optim_params import AdamW_FP32OptimParams
 from nxdpp.utils.batch_utils import get_batch_on_this_context_parallel_rank
 from tests.doors.nxd.scripts.llama import (
@@ -35,6 +34,7 @@ from tests.doors.nxd.scripts.llama import (
     init_weights,
     llama_config,
 )
+from tests.support.local_slice import local_slice
 from tests.support.run_ranks import run_ranks
 
 STEPS, BATCH, LENGTH, SEED, RATE = 2, 8, 8, 1234, 1e-2

@@ -21,7 +21,6 @@ from nxdpp.parallel_layers import mappings, parallel_state
 from nxdpp.parallel_layers.layer_norm import LayerNorm
 from nxdpp.parallel_layers.layers import ColumnParallelLinear, ParallelEmbedding
 from nxdpp.parallel_layers.loss_functions import parallel_cross_entropy
-from nxdpp.tensor.utils import local_slice
 from tests.doors.nxd.scripts.llama import (
     VOCABULARY,
     Attention,
@@ -31,6 +30,7 @@ from tests.doors.nxd.scripts.llama import (
     init_weights,
     llama_config,
 )
+from tests.support.local_slice import local_slice
 from tests.support.run_ranks import run_ranks
 
 STEPS, BATCH, LENGTH, RATE = 2, 8, 8, 1.0
