@@ -1,32 +1,13 @@
 """The layout of a value is enough to build it again from its tensors."""
 
-from typing import Any
-
 import pytest
 import torch
-from transformers.modeling_outputs import BaseModelOutput
 
-from nxdpp.pipeline.p2p.layout import check_layout, layout_of, shared_memory, tensors_of
-from nxdpp.ranks.wire_form import packed, unpacked
+from nxdpp.pipeline.p2p.layout import check_layout, layout_of, shared_memory
 
 A = torch.randn(2, 3)
 B = torch.randn(4, dtype=torch.float64, requires_grad=True)
 CPU = torch.device("cpu")
-
-
-@pytest.mark.parametrize(
-    "value",
-    [[A, None, "text", 3], {"b": B, "a": (A, A)}, BaseModelOutput(last_hidden_state=A), 7, ()],
-)
-def test_a_value_is_rebuilt_from_its_layout_and_tensors(value: Any) -> None:
-    layout = unpacked(packed(layout_of(value)))
-
-    rebuilt = layout.build(tensors_of(value))
-
-    assert type(rebuilt) is type(value)
-    assert len(layout.tensors) == len(tensors_of(value))
-    assert all(one is other for one, other in zip(tensors_of(rebuilt), tensors_of(value), strict=True))
-    assert layout_of(rebuilt) == layout_of(value)
 
 
 @pytest.mark.parametrize(
@@ -52,11 +33,6 @@ def test_memory_is_dense_and_holds_the_same_numbers(tensor: torch.Tensor) -> Non
     assert buffer.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
 
 
-def test_a_dense_tensor_is_not_copied() -> None:
-    for tensor in (A, torch.randn(2, 3).T):
-        assert layout_of(tensor).tensors[0].arrange(tensor) is tensor
-
-
 def test_another_layout_is_refused_and_other_strides_pass() -> None:
     check_layout("hidden", (torch.randn(3, 2).T, 1), layout_of((A, 1)))
     for value in (torch.randn(2, 4), A.double(), (A, A), None):
@@ -70,15 +46,6 @@ def test_an_unexpected_gradient_is_refused() -> None:
     with pytest.raises(RuntimeError, match=r"hidden, .* now requires a gradient .* Call refresh\(\) on every rank"):
         check_layout("hidden", A.clone().requires_grad_(), layout_of(A))
     check_layout("hidden", B.detach(), layout_of(B))
-
-
-def test_tensors_that_share_memory_are_marked() -> None:
-    base = torch.zeros(4, 3)
-
-    shared = shared_memory([base, (base[:2], A), A.clone()])
-
-    assert layout_of((base[1:], A), shared).shares_memory
-    assert not layout_of(A, shared).shares_memory
 
 
 def test_a_sparse_tensor_is_refused_and_a_dense_one_passes() -> None:

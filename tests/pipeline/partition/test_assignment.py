@@ -13,20 +13,6 @@ from tests.support.traced_models import PlainLayer, PlainModel, options_for, tra
 X = {"x": torch.ones(3, 4)}
 
 
-def test_an_unused_parameter_follows_the_parameter_before() -> None:
-    class WithUnused(PlainModel):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers[2].spare = nn.Linear(4, 4)
-            self.unused = nn.Linear(4, 4)
-
-    owners = InProcessPipeline(WithUnused(), 2, X, options_for(WithUnused(), PlainLayer)).partition.owners
-
-    assert owners["layers.2.spare.weight"] == {1}
-    assert owners["unused.weight"] == {1}
-    assert owners["layers.1.linear.bias"] == {0}
-
-
 class LateTower(PlainModel):
     """A model that uses ``tower`` and ``shift`` before its layers, for some inputs, and registers them after these."""
 

@@ -9,7 +9,6 @@ import torch
 from nxdpp.pipeline.partition.partition import (
     Partition,
     PartitionPolicy,
-    check_cuts,
     even_cuts,
     make_partition,
     stages_of_layers,
@@ -27,20 +26,6 @@ def _partition(stages: int, policy: PartitionPolicy | None = None) -> Partition:
     return make_partition(
         trace_with(model, X, options), model, layer_names(model, options.layer_classes), stages, policy
     )
-
-
-def test_even_stages_by_default() -> None:
-    partition = _partition(2)
-
-    assert partition.stages == 2
-    assert partition.layers == [f"layers.{index}" for index in range(4)]
-    assert partition.cuts == ["layers.1"]
-    assert partition.layer_stages == {"layers.0": 0, "layers.1": 0, "layers.2": 1, "layers.3": 1}
-    assert partition.layers_of([1]) == ["layers.2", "layers.3"]
-    assert partition.parameters_of(0) == [
-        "embedding.weight", "embedding.bias",
-        *(f"layers.{index}.linear.{name}" for index in range(2) for name in ("weight", "bias")),
-    ]  # fmt: skip
 
 
 def test_a_function_of_the_traced_graph() -> None:
@@ -67,9 +52,6 @@ def _layers(count: int) -> list[str]:
     return [f"model.layers.{index}" for index in range(count)]
 
 
-LAYERS = _layers(6)
-
-
 def test_even_stages_differ_by_one_layer_at_most_and_later_ones_have_the_remainder() -> None:
     assert even_cuts(_layers(10), 4) == [f"model.layers.{cut}" for cut in (1, 3, 6)]
     for stages in range(1, 9):
@@ -80,12 +62,3 @@ def test_even_stages_differ_by_one_layer_at_most_and_later_ones_have_the_remaind
             assert sum(sizes) == layers
             assert sizes == sorted(sizes)
             assert sizes[-1] - sizes[0] <= 1
-
-
-def test_cuts_are_taken_in_the_order_of_the_layers() -> None:
-    layers = _layers(12)
-
-    assert check_cuts(["model.layers.10", "model.layers.2"], layers, 3) == ["model.layers.2", "model.layers.10"]
-    assert check_cuts([], layers, 1) == []
-    cuts = check_cuts(["model.layers.5", "model.layers.1"], LAYERS, 3)
-    assert set(stages_of_layers(cuts, LAYERS).values()) == {0, 1}, "the last stage has the head alone"

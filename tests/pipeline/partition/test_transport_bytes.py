@@ -4,22 +4,12 @@ import pytest
 import torch
 
 from nxdpp.pipeline.partition.balanced_partition import COMMUNICATOR_BYTES, MESSAGES_HELD, CostPolicy, transport_bytes
-from nxdpp.ranks.transfer_groups import communicators
 from nxdpp.schedules.chosen import ChosenSchedule
-from nxdpp.schedules.lowering.transport_rules import neighbouring_pairs
 from nxdpp.tracing.costs.count import count_costs
 from nxdpp.tracing.graph.trace import TracingOptions, trace_for
 from tests.support.plain_models import WIDTH, Block, Skips
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
-
-
-def test_a_rank_has_a_communicator_for_each_neighbour_and_way() -> None:
-    for ranks in range(1, 9):
-        most = max(sum(rank in pair for pair in neighbouring_pairs(ranks)) for rank in range(ranks))
-        others = (ranks > 1) + 2 * (ranks > 3)
-        assert communicators(ranks, 1) == most + others
-        assert communicators(ranks, 2) == most + others + 1
 
 
 def test_communicators_and_messages_count_on_cuda_alone() -> None:

@@ -58,37 +58,14 @@ def _make(tensor: torch.Tensor = REAL) -> torch.Tensor:
     return result
 
 
-def test_metadata_is_that_of_the_tensor() -> None:
-    first, nothing, second = metadata_placeholder(layout_of((REAL, None, torch.ones(2))), CPU)
-    assert (type(first), nothing, type(second)) == (MetadataPlaceholder, None, MetadataPlaceholder)
-    tensor = _make()
-    assert tensor.shape == tensor.size() == REAL.shape
-    assert (tensor.size(-2), tensor.dim(), tensor.numel(), tensor.stride()) == (3, 3, 24, REAL.stride())
-    assert (tensor.dtype, tensor.device, tensor.is_floating_point()) == (torch.bfloat16, CPU, True)
-
-
 def test_tensors_are_made_from_its_metadata_and_its_data_is_an_error_with_the_remedy() -> None:
-    makers: list[Callable[[torch.Tensor], torch.Tensor]] = [
-        lambda x: x.new_zeros(3, 2),
-        lambda x: x.new_full((2, 2), 7.0),
-        lambda x: torch.ones_like(x, dtype=torch.int64),
-        lambda x: torch.arange(3.0).to(x),
-        lambda x: torch.arange(3.0).type_as(x),
-        lambda x: torch.arange(4.0).expand_as(x),
-        lambda x: torch.arange(24.0).view_as(x),
-        lambda x: torch.zeros(x.shape, dtype=x.dtype, device=x.device),
-    ]
-    for make in makers:
-        made, expected = make(_make()), make(REAL)
-        assert type(made) is torch.Tensor
-        assert made.dtype is expected.dtype
-        assert torch.equal(made, expected)
+    made = torch.ones_like(_make(), dtype=torch.int64)
+    assert type(made) is torch.Tensor
+    assert torch.equal(made, torch.ones_like(REAL, dtype=torch.int64))
     assert torch.empty_like(_make(torch.randn(2, 3).T)).stride() == (1, 3)
     uses: list[Callable[[torch.Tensor], object]] = [
         lambda x: x + 1,
-        lambda x: torch.ones(4) * x,
         lambda x: x[0],
-        lambda x: x.clone(),
         lambda x: bool(x.sum() > 0),
         lambda x: torch.cat([x, x]),
         lambda x: x.fill_(0),
