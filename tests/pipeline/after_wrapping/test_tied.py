@@ -62,13 +62,6 @@ def decay_by_type(training: Training) -> None:
     training.steps(4, torch.optim.SGD([each for each in groups if each["params"]], lr=1e-1))
 
 
-def initialise_by_name(training: Training) -> None:
-    training.steps(1)
-    for name, parameter in training.wrapped.named_parameters():
-        nn.init.normal_(parameter, generator=torch.Generator().manual_seed(sum(map(ord, name))))
-    training.steps(3)
-
-
 def tied_weight(training: Training) -> list[nn.Parameter]:
     return [parameter for name, parameter in training.wrapped.named_parameters() if name == "embed.weight"]
 
@@ -92,7 +85,6 @@ SCRIPTS: dict[str, tuple[Any, Script]] = {
     for each in (
         freeze_by_name,
         decay_by_type,
-        initialise_by_name,
         adapt_head,
         replace_under_all_names,
     )

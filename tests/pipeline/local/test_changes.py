@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.utils.parametrizations import weight_norm
-from torch.nn.utils.parametrize import register_parametrization, remove_parametrizations
 
 from nxdpp.pipeline.local.changes import Change, ChangeRecord
 from nxdpp.pipeline.local.local_module import LocalModule
@@ -60,10 +59,6 @@ def at(tree: nn.Module, name: str) -> Any:
     return tree.get_submodule(name)
 
 
-def parametrized(linear: nn.Module) -> nn.Module:
-    return register_parametrization(linear, "bias", nn.Identity())
-
-
 @pytest.mark.parametrize(
     ("change", "kind"),
     [
@@ -89,21 +84,6 @@ def test_each_kind_of_change_moves_the_record(change: Callable[[nn.Module], obje
     # Modules bring their parameters.
     brought = {Change.PARAMETER} if kind is Change.MODULE else set()
     assert kinds_after(change) - brought == {kind}
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda tree: None,
-        lambda tree: tree.requires_grad_(True),
-        lambda tree: setattr(at(tree, "layers.0"), "table", torch.zeros(4)),
-        lambda tree: setattr(tree, "head", tree.head),
-        lambda tree: remove_parametrizations(parametrized(at(tree, "layers.1.linear")), "bias"),
-        lambda tree: [parameter.data.mul_(2) for parameter in tree.parameters()],
-    ],
-)
-def test_what_is_no_change_does_not_move_it(change: Callable[[nn.Module], object]) -> None:
-    assert kinds_after(change) == set()
 
 
 def test_a_write_without_a_hook_inside_a_layer_is_found_by_a_later_look() -> None:
