@@ -71,27 +71,6 @@ def hooks(rank: int) -> None:
     equal([own[0].grad], lambda index: gradient(0, index) / 2 + gradient(1, index) / 2)
 
 
-def overlapped_sum(rank: int) -> None:
-    """Sums begin during the backward of the second step; a gradient that is missing on a rank counts as zeros."""
-    groups = parallel_state.get_data_parallel_group(), parallel_state.get_data_parallel_control_group()
-    average = OverlappedAverage(*groups, mean=False)
-    own = parameters(rank)
-    last = [LastBackward(0, own[:3]), LastBackward(1, own[3:])]
-    for step in range(3):
-        for index, parameter in enumerate(own):
-            parameter.grad = None if index == step + 1 and rank else gradient(rank, index)
-        average.begin(own, last, [], lambda order: lambda: True)
-        for stage in range(2):
-            average.before_last(stage)
-            average.after_last(stage)
-        average.finish()
-        assert (average.report.early_bytes > 0) == (step > 0)
-        for index, parameter in enumerate(own):
-            both = gradient(0, index) + (0 if index == step + 1 else gradient(1, index))
-            assert parameter.grad is not None
-            assert torch.equal(parameter.grad, both), (step, index)
-
-
 def orders_of_messages(rank: int) -> list[list[str]]:
     """The starts and the waits of two steps, where messages seem to arrive at once on rank 0, and late on rank 1."""
     groups = parallel_state.get_data_parallel_group(), parallel_state.get_data_parallel_control_group()
@@ -156,23 +135,7 @@ def test_where_a_wait_stops_a_stream_all_replicas_start_and_wait_in_one_order() 
 def cases(rank: int) -> None:
     parallel_state.initialize_model_parallel()
     hooks(rank)
-    with mock.patch.object(buckets, "BUCKET_BYTES", 40):
-        overlapped_sum(rank)
 
 
 def test_sums_and_means_with_hooks() -> None:
     run_ranks(2, cases)
-
-
-def alone(rank: int) -> None:
-    parallel_state.initialize_model_parallel()
-    with mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as all_reduce:
-        equal(reduced(parameters(0)), lambda index: gradient(0, index))
-    assert not all_reduce.call_count
-    # Functions of buckets run for one rank, too.
-    doubled = reduced(parameters(0), before=[lambda flat: flat.mul_(2)], after=[lambda flat: flat.add_(1)])
-    equal(doubled, lambda index: gradient(0, index) * 2 + 1)
-
-
-def test_a_group_of_one_runs_hooks_and_sends_nothing() -> None:
-    run_ranks(1, alone)

@@ -195,12 +195,3 @@ def test_calls_of_a_script_for_one_process_are_refused() -> None:
         scaler.begin_step(torch.device("meta"))
     scaler.begin_step(torch.empty(0).device)
     assert scaler.scale(loss).item() == 2.0**16
-
-
-def test_gradients_in_float16_are_refused() -> None:
-    scaler = GradScaler("cpu")
-    scaler.begin_step(torch.empty(0).device)
-    parameter = nn.Parameter(torch.ones(2, dtype=torch.float16))
-    parameter.grad = torch.ones_like(parameter)
-    with pytest.raises(ValueError, match=r"gradient in float16(.|\n)*Keep the parameters in float32"):
-        scaler.unscale_(torch.optim.SGD([parameter], lr=0.1))
