@@ -35,21 +35,6 @@ def test_help_tells_of_each_setting_with_its_type() -> None:
     assert {name for names in told for name in names.split(", ")} == set(FIELDS)
 
 
-def test_errors_about_the_arguments_name_them() -> None:
-    construct: Any = NxDPPModel
-    with pytest.raises(TypeError, match=r"^missing a required argument: 'module'$"):
-        construct(num_microbatches=2)
-    with pytest.raises(TypeError, match="too many positional arguments"):
-        construct(*[None] * (len(FIELDS) + 1))
-
-
-def test_a_sum_over_replicas_and_an_optimizer_that_averages_exclude_each_other() -> None:
-    model = make("llama", layers=2)
-    with pytest.raises(ValueError, match="gradient_reduction='sum' and use_zero1_optimizer=True exclude each other"):
-        NxDPPModel(model, gradient_reduction="sum", use_zero1_optimizer=True)
-    NxDPPModel(model, gradient_reduction="sum")
-
-
 def test_what_runs_the_model_is_not_replaced() -> None:
     wrapped: Any = NxDPPModel(make("llama", layers=2), num_microbatches=2)
     for name in ("part", "steps"):

@@ -64,7 +64,6 @@ def on_two_ranks(rank: int) -> None:
     refuse()
     give()
     route()
-    split()
 
 
 def test_every_schedule_has_the_mean_over_all_labels_of_the_batch() -> None:
@@ -174,29 +173,3 @@ def route() -> None:
         expected = sum(part.loss for part in parts) - (1 - share) * of_routers
         expected.backward()
         check_near(wrapped, whole, loss, expected, rule)
-
-
-def split() -> None:
-
-    def deal(inputs: dict[str, Any], count: int) -> list[dict[str, Any]]:
-        rows = [slice(number, None, count) for number in range(count)]
-        return [{name: value[row] for name, value in inputs.items()} for row in rows]
-
-    batch = uneven_batch(UNEVEN)
-    model = make("llama", layers=2)
-    whole = reference(model)
-    wrapped = tokens(model, split_inputs_fn=deal, check_against_module="first")
-    expected = whole(**batch)["loss"]
-    expected.backward()
-    check_near(wrapped, whole, wrapped.run_train(**batch), expected, "dealt")
-    # The check against the module weights microbatches as the step does.
-    model = mean_model(2)
-    whole = reference(model)
-    wrapped = tokens(model, check_against_module="first", return_mb_loss=True, broadcast_and_average_loss=False)
-    batch = uneven_batch(ONE_EMPTY)
-    expected = whole(**batch)["loss"]
-    expected.backward()
-    listed = wrapped.run_train(**batch)
-    if isinstance(listed, list):
-        check_near(wrapped, whole, torch.stack(listed).mean(), expected, "listed")
-        assert listed[1] == 0

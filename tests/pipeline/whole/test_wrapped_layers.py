@@ -2,7 +2,7 @@
 
 import copy
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,6 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     apply_activation_checkpointing,
     checkpoint_wrapper,
 )
-from torch.nn.utils import parametrizations
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from nxdpp import NxDPPModel, load_pretrained, parallel_state, save_pretrained
@@ -41,33 +40,6 @@ class Model(Base):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Ask for a number that follows from the sizes of the input."""
         return self.run(x) * int(len(x) ** 0.5)
-
-
-class Adapter(nn.Module):
-    """A low-rank adapter that lists what it trains."""
-
-    def __init__(self, base: nn.Module) -> None:
-        super().__init__()
-        self.base = base.requires_grad_(False)
-        self.down, self.up = nn.Linear(4, 2, bias=False), nn.Linear(2, 4, bias=False)
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self.base(hidden) + self.up(self.down(hidden))  # type: ignore[no-any-return]
-
-    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        return ((name, p) for name, p in super().named_parameters(*args, **kwargs) if p.requires_grad)
-
-
-def with_weight_norm() -> Block:
-    block = Block()
-    parametrizations.weight_norm(block.linear)
-    return block
-
-
-def with_adapter() -> Block:
-    block = Block()
-    block.linear = Adapter(block.linear)  # type: ignore[assignment]
-    return block
 
 
 def check_training(model: nn.Module, layer_class: Any, layers: list[str]) -> None:
@@ -98,11 +70,6 @@ LAYERS = ["blocks.0", "blocks.1", "blocks.2"]
 )
 def test_wrapped_layers(wrap: str, layer_class: Any) -> None:
     check_training(Model(WRAPS[wrap]), layer_class, LAYERS)
-
-
-@pytest.mark.parametrize("block", [with_weight_norm, with_adapter])
-def test_layers_with_other_listings(block: Callable[[], nn.Module]) -> None:
-    check_training(Model(lambda layer: layer, block), Block, LAYERS)
 
 
 def test_a_compiled_model_is_refused() -> None:
