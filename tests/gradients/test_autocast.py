@@ -1,4 +1,4 @@
-"""The autocast around a step: of its device, and to float16 only with a scaled loss."""
+"""The autocast around a step: to float16 only with a scaled loss."""
 
 import pytest
 import torch

@@ -175,6 +175,30 @@ def test_optimizers_in_another_order_are_an_error() -> None:
     assert "now in another order" in str(error.value)
 
 
+def step_by_torch(rank: int) -> None:
+    """torch's scaler of a pipelined model is refused; one that is off, and one of a model of its own, step."""
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
+    model, other = (
+        NxDPPModel(make(Chain, 4), Block, num_microbatches=2, broadcast_and_average_loss=True),
+        make(Chain, 4),
+    )
+    scaler, optimizer = torch.amp.GradScaler("cpu"), torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler.scale(model.run_train(x=rows(4)))
+    told = r"divided the gradients of SGD by its scale of 65536.*give it to NxDPPModel\(\.\.\., grad_scaler=scaler\)"
+    with pytest.raises(RuntimeError, match=rf"(?s){told}"):
+        scaler.step(optimizer)
+    model.run_train(x=rows(4))
+    torch.amp.GradScaler("cpu", enabled=False).step(optimizer)
+    other(rows(4)).backward()
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(torch.ones(()))
+    scaler.step(torch.optim.SGD(other.parameters(), lr=0.1))
+
+
+def test_steps_of_a_scaler_of_torch_are_refused() -> None:
+    run_ranks(2, step_by_torch)
+
+
 def test_a_scaler_of_torch_is_refused() -> None:
     with pytest.raises(TypeError, match=r"nxdpp\.GradScaler takes the same arguments"):
         PipelineConfig(nn.Linear(2, 2), grad_scaler=torch.amp.GradScaler("cpu")).check()  # type: ignore[arg-type]

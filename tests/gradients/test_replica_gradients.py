@@ -1,4 +1,4 @@
-"""Errors of the average over replicas that began during a step, and replicas whose parameters go apart."""
+"""Replicas whose parameters go apart, and replicas with the same batch."""
 
 import io
 import logging

@@ -1,4 +1,4 @@
-"""State dicts of one rank's part: used as any, and never written as the whole; averages (EMA) over a rank's part."""
+"""State dicts of one rank's part: never written as the whole; averages (EMA) over a rank's part."""
 
 import copy
 import io

@@ -119,17 +119,3 @@ def test_the_assumed_stages_are_those_of_a_given_batch() -> None:
         assert (told.assumed, assumed.assumed) == (False, True)
         assert assumed.layer_stages == told.layer_stages
         assert assumed.owners == told.owners
-
-
-class BranchesOnData(DynamicImages):
-    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        if x.shape[2] % 4:
-            x = x[:, :, :-1]
-        if self.stem(x).sum() > 0:
-            x = -x
-        return super().forward(x, y)
-
-
-def test_a_construct_that_no_shapes_make_traceable_is_refused_at_construction() -> None:
-    with pytest.raises(TracingError, match="only the data tells"):
-        partition_of(BranchesOnData(), Block)

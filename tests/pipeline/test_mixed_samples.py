@@ -1,4 +1,4 @@
-"""Microbatches of one step with different shapes and graphs: exact, over ranks, replicas and schedules."""
+"""Microbatches of one step with different shapes and graphs: exact, over ranks and schedules."""
 
 from collections.abc import Sequence
 from functools import partial

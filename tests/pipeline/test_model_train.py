@@ -1,4 +1,4 @@
-"""``run_train``: accumulation, shared inputs, frozen stages, dropout, autocast, replicas, skipped stages."""
+"""``run_train``: accumulation, frozen stages, autocast, messages, and the arguments of NxD's guide."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,4 +1,4 @@
-"""Arguments and attributes of NeuronX Distributed's scripts, and the recipe of its guide for checkpointing."""
+"""Attributes of NeuronX Distributed's scripts, and models on the meta device as its guide makes them."""
 
 from collections.abc import Iterator
 from typing import Any

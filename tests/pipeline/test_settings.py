@@ -1,4 +1,4 @@
-"""Settings of a model, which are written once: the constructor, its help and its errors have their names."""
+"""Settings of a model, which are written once: the constructor and its help have their names."""
 
 import dataclasses
 import inspect

@@ -168,28 +168,6 @@ def tensors(state: Any) -> list[torch.Tensor]:
     return [tensor for child in children for tensor in tensors(child)]
 
 
-def saved_state(rank: int) -> None:
-    ours = make()
-    named = [(f"p{index}", parameter) for index, parameter in enumerate(ours)]
-    optimizer = Zero1Optimizer(named, torch.optim.AdamW, lr=0.1)
-    for step in range(2):
-        set_gradients(ours, rank, step)
-        optimizer.step()
-    saved = copy.deepcopy(optimizer.state_dict())
-    again = [nn.Parameter(parameter.detach().clone()) for parameter in ours]
-    resumed = Zero1Optimizer([(f"p{i}", p) for i, p in enumerate(again)], torch.optim.AdamW, lr=0.7)
-    resumed.load_state_dict(saved)
-    assert resumed.param_groups[0]["lr"] == 0.1
-    for step in range(2, 4):
-        for parameters, each in ((ours, optimizer), (again, resumed)):
-            set_gradients(parameters, rank, step)
-            each.step()
-    assert all(torch.equal(one, other) for one, other in zip(ours, again, strict=True))
-    elsewhere = {**saved, "data_parallel": {"rank": 1 - rank, "size": 2}}
-    with pytest.raises(ValueError, match=r"each rank loads what it has saved"):
-        resumed.load_state_dict(elsewhere)
-
-
 def bytes_of_state(rank: int) -> int:
     parameters = [nn.Parameter(torch.zeros(101, 7)), nn.Parameter(torch.zeros(33))]
     optimizer = Zero1Optimizer(parameters, torch.optim.AdamW)
@@ -340,7 +318,6 @@ CASES: list[Callable[[int], Any]] = [
     clipping_and_schedulers,
     missing_gradients,
     half_parameters,
-    saved_state,
     bytes_of_state,
     scaled,
     refusals,

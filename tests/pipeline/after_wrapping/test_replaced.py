@@ -11,6 +11,7 @@ from nxdpp import parallel_state
 from tests.pipeline.after_wrapping.scripts import (
     VOCABULARY,
     WIDTH,
+    Adapted,
     Layer,
     PipelinedTraining,
     Plain,
@@ -41,19 +42,6 @@ class Open(Plain):
             hidden = self.adapter(hidden)
         result: torch.Tensor = self.activation(hidden)
         return result
-
-
-class Adapted(nn.Module):
-    """A linear layer with an adapter of rank 2."""
-
-    def __init__(self, base: nn.Module) -> None:
-        super().__init__()
-        self.base = base.requires_grad_(False)
-        self.down = nn.Linear(WIDTH, 2, bias=False)
-        self.up = nn.Linear(2, VOCABULARY, bias=False)
-
-    def forward(self, hidden: torch.Tensor) -> Any:
-        return self.base(hidden) + self.up(self.down(hidden))
 
 
 class Scaled(nn.Linear):
@@ -134,7 +122,10 @@ def layer_of_one_rank(training: Training) -> None:
 
 SCRIPTS: dict[str, Any] = {
     "head before the first step": (Plain, after_steps(replace("head", head), 0)),
-    "adapter around the head": (Plain, after_steps(lambda model: setattr(model, "head", Adapted(model.head)))),
+    "adapter around the head": (
+        Plain,
+        after_steps(lambda model: setattr(model, "head", Adapted(model.head.requires_grad_(False)))),
+    ),
     "layer": (Plain, layer_of_one_rank),
     "part of a layer": (Plain, after_steps(replace("layers.0.linear", lambda: nn.Linear(WIDTH, WIDTH)))),
     "larger embedding": (Plain, after_steps(replace("embed", lambda: nn.Embedding(VOCABULARY + 8, WIDTH)))),

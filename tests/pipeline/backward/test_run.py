@@ -1,4 +1,4 @@
-"""Received tensors in the autograd graph; ``run_backward`` as ``torch.autograd.backward`` and ``grad``."""
+"""Backwards run outside of the caller's autocast."""
 
 import copy
 from typing import Any, ClassVar

@@ -1,4 +1,4 @@
-"""Moves and conversions of a rank's tree."""
+"""Conversions of a rank's tree that replace parameters."""
 
 from collections.abc import Iterator
 

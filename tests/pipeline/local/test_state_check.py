@@ -43,16 +43,6 @@ def test_nothing_is_changed() -> None:
         assert all(parameters[name] is parameter for name, parameter in wrapped.local_named_parameters()), change
 
 
-def test_names_are_not_compared_unless_strict() -> None:
-    wrapped = NxDPPModel(make("llama", layers=2))
-    given = torch.ones_like(wrapped.local_state_dict()[NAME])
-    result = wrapped.load_state_dict({NAME: given, "a": torch.zeros(1)}, strict=False)
-    assert result.unexpected_keys == ["a"]
-    assert torch.equal(wrapped.local_state_dict()[NAME], given)
-    with pytest.raises(RuntimeError, match="size mismatch"):
-        wrapped.load_state_dict({NAME: torch.zeros(1)}, strict=False)
-
-
 def test_what_torch_loads_is_not_refused() -> None:
     for module in (
         nn.utils.parametrizations.weight_norm(nn.Linear(2, 2)),

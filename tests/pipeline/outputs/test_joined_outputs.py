@@ -1,4 +1,4 @@
-"""The output of a batch from those of its microbatches, by the rule for values that are rows and that are none."""
+"""The output of a batch from those of its microbatches, for values that are rows and that are none."""
 
 import pytest
 import torch

@@ -1,14 +1,12 @@
-"""Assignment of nodes and parameters to stages."""
+"""Stages of parameters that the first trace does not use."""
 
 import copy
 
-import pytest
 import torch
 from torch import nn
 
-from nxdpp.pipeline.partition.assignment import check_layers_ran
 from tests.support.in_process import InProcessPipeline
-from tests.support.traced_models import PlainLayer, PlainModel, options_for, trace_with
+from tests.support.traced_models import PlainLayer, PlainModel, options_for
 
 X = {"x": torch.ones(3, 4)}
 
@@ -50,25 +48,3 @@ def test_an_unused_part_before_the_layers_is_on_their_stage() -> None:
     assert torch.equal(pipeline.train(batch, 1)[0], loss)
     for name, parameter in whole.named_parameters():
         assert torch.equal(model.get_parameter(name).grad, parameter.grad), name  # type: ignore[arg-type]
-
-
-def test_layers_must_run_once_and_in_order() -> None:
-    class Reversed(PlainModel):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            hidden = self.embedding(x)
-            for layer in [*self.layers][:0:-1]:
-                hidden = layer(hidden)
-            result: torch.Tensor = self.head(self.layers[3](hidden)).mean()
-            return result
-
-    model = Reversed()
-    traced = trace_with(model, X, options_for(model, PlainLayer))
-
-    with pytest.raises(ValueError, match="every transformer layer to run once") as caught:
-        check_layers_ran(traced, [f"layers.{index}" for index in range(4)])
-
-    message = str(caught.value)
-    assert "Not run with the inputs ['x']: ['layers.0']" in message
-    assert "Run several times: ['layers.3']" in message
-    assert "['layers.3', 'layers.2', 'layers.1', 'layers.3']" in message
-    assert "transformer_layer_cls" in message

@@ -1,4 +1,4 @@
-"""Partition: the stage of each layer, node and parameter; even cuts, given cuts, and errors for invalid ones."""
+"""Partition: even cuts, and those of a function of the traced graph."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -1,4 +1,4 @@
-"""Layers that run several times in one forward are refused, and the remedies of the message are followed."""
+"""Layers that run several times in one forward are refused, and the remedy of the message is followed."""
 
 import copy
 

@@ -1,4 +1,4 @@
-"""Program cache: one trace for each set of inputs, with the parameter owners of the first trace."""
+"""Numbers that steps are given, or that the model holds: constants of a graph only where code asks for them."""
 
 from types import SimpleNamespace
 from unittest.mock import patch

@@ -61,13 +61,12 @@ def every_schedule() -> None:
 def on_two_ranks(rank: int) -> None:
     start()
     every_schedule()
-    refuse()
     give()
     route()
 
 
 def test_every_schedule_has_the_mean_over_all_labels_of_the_batch() -> None:
-    """Also: empty microbatches are refused or counted, and a number that the user gives is not divided again."""
+    """Also: empty microbatches are counted, and a number that the user gives is not divided again."""
     run_ranks(2, on_two_ranks)
 
 
@@ -113,26 +112,6 @@ def replicate(rank: int) -> None:
 
 def test_replicas_share_the_mean() -> None:
     run_ranks(4, replicate)
-
-
-def refuse() -> None:
-    for model in (make("bert", layers=2), mean_model(2)):
-        whole = reference(model)
-        wrapped = wrap(model)
-        empty, full = uneven_batch(ONE_EMPTY), uneven_batch(UNEVEN)
-        if "Bert" in type(model).__name__:
-            # It counts the first label of a row too.
-            empty["labels"][2:4] = -100
-        for run in (wrapped.run_train, wrapped.run_eval):
-            with pytest.raises(ValueError, match=r"microbatch 1 of 4 has no label.*loss_normalization='tokens'"):
-                run(**empty)
-        # Nothing was sent: the next step is that of one process.
-        wrapped.run_train(**full)
-        for part in microbatches(full, COUNT):
-            (whole(**part)["loss"] / COUNT).backward()
-        # BERT's embedding is tied.
-        differences = gradient_differences(wrapped, whole)
-        assert all(distance is not None and distance < NEAR for distance in differences.values()), differences
 
 
 def give() -> None:

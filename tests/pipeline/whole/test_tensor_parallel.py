@@ -1,4 +1,4 @@
-"""Tensor-parallel layers in a pipeline, 2 x 2 ranks: the numbers of one process under each kind of schedule."""
+"""Tensor-parallel layers in a pipeline, 2 x 2 ranks: hooks of the gradients that ranks share in sequence parallelism."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Layers inside a wrapper of torch: ``checkpoint_wrapper``, ``torch.compile``; and classes that override listings."""
+"""Layers inside a wrapper of torch: ``checkpoint_wrapper`` and ``torch.compile``."""
 
 import copy
 import functools
@@ -11,10 +11,8 @@ import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     CheckpointImpl,
-    apply_activation_checkpointing,
     checkpoint_wrapper,
 )
-from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from nxdpp import NxDPPModel, load_pretrained, parallel_state, save_pretrained
 from nxdpp.tracing.modules import listings
@@ -26,7 +24,7 @@ from tests.support.run_ranks import run_ranks
 Wrap = Callable[[nn.Module], Any]
 compiled: Wrap = functools.partial(torch.compile, backend="aot_eager")
 checkpointed: Wrap = functools.partial(checkpoint_wrapper, checkpoint_impl=CheckpointImpl.NO_REENTRANT)
-WRAPS: dict[str, Wrap] = {"checkpoint": checkpointed, "reentrant": checkpoint_wrapper, "compile": compiled}
+WRAPS: dict[str, Wrap] = {"reentrant": checkpoint_wrapper, "compile": compiled}
 WRAPS["both"] = lambda block: checkpointed(compiled(block))
 
 
@@ -66,7 +64,7 @@ LAYERS = ["blocks.0", "blocks.1", "blocks.2"]
 
 @pytest.mark.parametrize(
     ("wrap", "layer_class"),
-    [("checkpoint", Block), ("reentrant", "CheckpointWrapper"), ("compile", "OptimizedModule"), ("both", Block)],
+    [("reentrant", "CheckpointWrapper"), ("compile", "OptimizedModule"), ("both", Block)],
 )
 def test_wrapped_layers(wrap: str, layer_class: Any) -> None:
     check_training(Model(WRAPS[wrap]), layer_class, LAYERS)
@@ -78,22 +76,18 @@ def test_a_compiled_model_is_refused() -> None:
         InProcessPipeline(model, 2, {"x": torch.randn(4, 4)}, transformer_layer_cls=Block)
 
 
-def wrapped_llama(name: str) -> Any:
+def wrapped_llama() -> Any:
+    """A Llama with compiled layers in checkpoints."""
     model = make("tied_llama")
     model.config.use_cache = False
-    if name == "checkpoint":
-        apply_activation_checkpointing(
-            model, checkpoint_wrapper_fn=checkpointed, check_fn=lambda child: isinstance(child, LlamaDecoderLayer)
-        )
-    else:
-        for i, layer in enumerate(model.model.layers):
-            model.model.layers[i] = compiled(layer)
+    for i, layer in enumerate(model.model.layers):
+        model.model.layers[i] = WRAPS["both"](layer)
     return model
 
 
-def train_and_save(rank: int, name: str, folder: Path) -> dict[str, Any]:
+def train_and_save(rank: int, folder: Path) -> dict[str, Any]:
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
-    model = wrapped_llama(name)
+    model = wrapped_llama()
     whole = copy.deepcopy(model)
     pipelined = NxDPPModel(model, num_microbatches=2)
     pipelined.move_model_to_device()
@@ -112,8 +106,7 @@ def train_and_save(rank: int, name: str, folder: Path) -> dict[str, Any]:
     return {"names": names, "state": state, "differences": differences}
 
 
-@pytest.mark.parametrize("name", ["checkpoint", "compile"])
-def test_a_llama_with_wrapped_layers(name: str, tmp_path: Path) -> None:
+def test_a_llama_with_wrapped_layers(tmp_path: Path) -> None:
     plain = make("tied_llama")
     with torch.no_grad():
         for parameter in plain.parameters():
@@ -121,9 +114,9 @@ def test_a_llama_with_wrapped_layers(name: str, tmp_path: Path) -> None:
     plain.save_pretrained(tmp_path / "one process")
     torch.save(plain.state_dict(), tmp_path / "values.pt")
 
-    ranks = run_ranks(2, train_and_save, name, tmp_path)
+    ranks = run_ranks(2, train_and_save, tmp_path)
 
-    model = wrapped_llama(name)
+    model = wrapped_llama()
     tied = {"model.embed_tokens.weight", "lm_head.weight"}
     names = {each for rank in ranks for each in rank["names"]} - tied
     assert names == {each for each, _ in model.named_parameters()} - tied
