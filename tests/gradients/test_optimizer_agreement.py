@@ -1,6 +1,5 @@
 """Optimizers whose options differ between ranks, and that step on some ranks only."""
 
-import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +9,7 @@ from torch.optim.lr_scheduler import LRScheduler, StepLR
 
 import nxdpp
 from nxdpp import NxDPPModel, parallel_state
+from tests.support.kept_messages import KeptMessages
 from tests.support.models import VOCABULARY, llama
 from tests.support.run_ranks import run_ranks
 
@@ -138,10 +138,7 @@ def clip(rank: int, layout: str) -> None:
 def train_head_alone(stages: int, freezes: bool) -> list[str]:
     """Train the last stage only, and return the warnings: the other ranks have no optimizer, and so no step to make."""
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=stages, hang_timeout=60)
-    told: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("nxdpp.gradients.optimizer_agreement").addHandler(handler)
+    told = KeptMessages("no optimizer has parameters").texts
     bare: Any = llama(stages)
     if freezes:
         bare.model.requires_grad_(False)

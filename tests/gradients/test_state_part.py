@@ -2,7 +2,6 @@
 
 import copy
 import io
-import logging
 import pickle
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -18,6 +17,7 @@ import nxdpp
 from nxdpp import NxDPPModel, parallel_state
 from nxdpp.optimizer import Zero1Optimizer
 from tests.pipeline.after_wrapping.scripts import Layer, Plain, batch
+from tests.support.kept_messages import KeptMessages
 from tests.support.run_ranks import run_ranks
 
 _DECAY = 0.9
@@ -163,10 +163,7 @@ class _Average:
 
 
 def _beside_a_copy(rank: int, ranks: int) -> None:
-    lines: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("nxdpp").addHandler(handler)
+    lines = KeptMessages("average (EMA)").texts
     teacher = Plain()
     average = _Average(teacher)
     updates: list[Callable[[nn.Module], None]] = [lambda wrapped: _by_order(teacher, wrapped), average.update]
@@ -184,7 +181,7 @@ def _beside_a_copy(rank: int, ranks: int) -> None:
                 one.lerp_(other + 1, 0.5)
         for one, other in zip(kept.parameters(), part.parameters(), strict=True):
             torch.testing.assert_close(one, other + 0.5)
-        assert len([line for line in lines if "average (EMA)" in line]) == 1, lines
+        assert len(lines) == 1, lines
 
 
 def _all_averages(rank: int) -> list[str]:

@@ -16,7 +16,6 @@ from tests.support.models import (
     reference,
     train_in_one_process,
 )
-from tests.support.run_ranks import run_ranks
 
 
 def evaluate(rank: int, name: str) -> None:
@@ -73,23 +72,6 @@ def evaluate_plain(rank: int) -> None:
     assert torch.equal(output["late"][0], torch.cat([part["late"][0] for part in parts]))
     assert output["late"][1] == "name"
     assert torch.equal(output["sum"], torch.stack([part["sum"] for part in parts]))
-
-
-def evaluate_everywhere(rank: int) -> torch.Tensor:
-    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
-    wrapped = NxDPPModel(make("llama", layers=2), num_microbatches=2, broadcast_and_average_loss=True)
-    loss: torch.Tensor = wrapped.run_eval(**padded_batch(4, seed=parallel_state.get_data_parallel_rank()))
-    return loss
-
-
-def test_the_mean_loss_reaches_every_rank() -> None:
-    losses = run_ranks(4, evaluate_everywhere)
-    with torch.no_grad():
-        whole = reference(make("llama", layers=2))
-        parts = [part for seed in (0, 1) for part in microbatches(padded_batch(4, seed=seed), 2)]
-        expected = torch.stack([whole(**part).loss for part in parts]).mean()
-    assert all(torch.equal(loss, losses[0]) for loss in losses)
-    torch.testing.assert_close(losses[0], expected)
 
 
 def evaluate_in_inference_mode(rank: int) -> None:

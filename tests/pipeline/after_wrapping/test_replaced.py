@@ -1,6 +1,5 @@
 """Modules, parameters and buffers that a script replaces or adds after wrapping, by the same line on every rank."""
 
-import logging
 from typing import Any
 
 import pytest
@@ -20,6 +19,7 @@ from tests.pipeline.after_wrapping.scripts import (
     compare,
 )
 from tests.pipeline.after_wrapping.scripts import Training as Training
+from tests.support.kept_messages import KeptMessages
 from tests.support.run_ranks import run_ranks
 
 
@@ -151,10 +151,7 @@ def test_losses_are_those_of_one_process() -> None:
 
 
 def warned_of() -> list[str]:
-    messages: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("nxdpp.gradients.replaced_parameters").addHandler(handler)
+    messages = KeptMessages("that the program has replaced").texts
     training = PipelinedTraining(Plain())
     after_steps(replace("head", head))(training)
     optimizer = torch.optim.AdamW(training.wrapped.parameters(), lr=1e-2)

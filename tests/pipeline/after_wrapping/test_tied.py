@@ -42,14 +42,6 @@ def freeze_by_name(training: Training) -> None:
     training.steps(2)
 
 
-def decay_by_type(training: Training) -> None:
-    modules = [each for each in training.wrapped.modules() if isinstance(each, nn.Embedding | nn.LayerNorm)]
-    without = {parameter for module in modules for parameter in module.parameters()}
-    others = [parameter for parameter in training.wrapped.parameters() if parameter not in without]
-    groups = [{"params": list(without), "weight_decay": 0.0}, {"params": others, "weight_decay": 0.5}]
-    training.steps(4, torch.optim.SGD([each for each in groups if each["params"]], lr=1e-1))
-
-
 def tied_weight(training: Training) -> list[nn.Parameter]:
     return [parameter for name, parameter in training.wrapped.named_parameters() if name == "embed.weight"]
 
@@ -72,7 +64,6 @@ SCRIPTS: dict[str, tuple[Any, Script]] = {
     each.__name__: (lambda: Tied().double(), each)
     for each in (
         freeze_by_name,
-        decay_by_type,
         adapt_head,
         replace_under_all_names,
     )

@@ -179,11 +179,6 @@ def test_state_dict_fills_a_model_on_meta() -> None:
         wrapped = NxDPPModel(on_meta("llama"), num_microbatches=2)
         names = set(wrapped.local_state_dict())
         part = {name: value for name, value in whole.state_dict().items() if name in names}
-        mistaken = part | {"model.embed_tokens.weight": torch.zeros(2, 2)}
-        with pytest.raises(RuntimeError, match="size mismatch for model"):
-            wrapped.load_local_state_dict(mistaken)
-        assert all(parameter.is_meta for parameter in wrapped.local_parameters())
-
         wrapped.load_local_state_dict(part)
         wrapped.move_model_to_device()
 
@@ -192,9 +187,6 @@ def test_state_dict_fills_a_model_on_meta() -> None:
         assert not wrapped.load_state_dict(changed).unexpected_keys
         assert all(torch.equal(value, changed[name]) for name, value in wrapped.local_state_dict().items())
         wrapped.load_state_dict(whole.state_dict(), assign=True)
-        for wrong in (changed | {"model.extra": torch.zeros(1)}, {k: v for k, v in changed.items() if "norm" not in k}):
-            with pytest.raises(RuntimeError, match=r"Unexpected key.*model\.extra|Missing key.*norm"):
-                wrapped.load_state_dict(wrong)
         assert all(torch.equal(value, part[name]) for name, value in wrapped.local_state_dict().items())
         assert torch.equal(wrapped.get_buffer("model.rotary_emb.inv_freq"), whole.model.rotary_emb.inv_freq)
     finally:

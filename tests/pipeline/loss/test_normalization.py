@@ -30,17 +30,6 @@ def count_all_labels(inputs: dict[str, Any]) -> Any:
     return (inputs["labels"] != -100).sum()
 
 
-class Around(nn.Module):
-    """A module of the user around a transformers model."""
-
-    def __init__(self, model: Any) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, **inputs: Any) -> Any:
-        return self.model(**inputs)
-
-
 def own_loss(logits: torch.Tensor, labels: torch.Tensor, vocab_size: int, **_: Any) -> torch.Tensor:
     return F.cross_entropy(logits[:, :-1].reshape(-1, vocab_size), labels[:, 1:].reshape(-1))
 
@@ -166,7 +155,6 @@ def train_others() -> None:
     llama = make("llama", layers=2)
     llama.loss_function = own_loss
     check(llama, batch, count_items_fn=count_labels)
-    check(Around(make("llama", layers=2)), batch)
     check(make("llama", layers=2), batch, input_names=["input_ids", "labels"], deallocate_pipeline_outputs=True)
 
 

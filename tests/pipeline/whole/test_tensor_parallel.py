@@ -1,4 +1,4 @@
-"""Tensor-parallel layers in a pipeline, 2 x 2 ranks: hooks of the gradients that ranks share in sequence parallelism."""
+"""Tensor-parallel layers in a pipeline: hooks of gradients that ranks share under sequence parallelism."""
 
 from typing import Any
 
