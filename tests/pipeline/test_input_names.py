@@ -70,7 +70,7 @@ def test_calls_with_other_names_say_how_the_module_is_called() -> None:
     with pytest.raises(TypeError, match=r"Write run_train\(\*\*batch\)"):
         model.run_eval({"pixels": x, "target": x})
     with pytest.raises(
-        RuntimeError, match=r"a pipelined model cannot be called.*use run_train\(pixels=..., target=...\)"
+        RuntimeError, match=r"a pipelined model cannot be called: use run_train\(pixels=..., target=...\)"
     ):
         model(x, target=x)
     with pytest.raises(ValueError, match=r"takes no \['pixel'\] \(did you mean 'pixels'\?\); it takes"):

@@ -1,6 +1,7 @@
 """Numbers that steps are given, or that the model holds: constants of a graph only where code asks for them."""
 
 from types import SimpleNamespace
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -22,11 +23,11 @@ class Scaled(PlainModel):
 
 def test_a_number_is_a_constant_only_in_control_flow() -> None:
     model, x = Scaled(), torch.ones(3, 4)
-    pipeline = InProcessPipeline(model, 2, transformer_layer_cls=PlainLayer, input_names=["x", "factor", "decide"])
+    pipeline = InProcessPipeline(model, 2, transformer_layer_cls=PlainLayer)
     with patch.object(programs, "trace", wraps=trace) as traces:
-        for traced, decide, factors in ((1, False, (2.0, 3.0, 4.5)), (4, True, (2.0, 0.5, 2.0))):
+        for traced, more, factors in ((1, {}, (2.0, 3.0, 4.5)), (4, {"decide": True}, (2.0, 0.5, 2.0))):
             for factor in factors:
-                inputs = {"x": x, "factor": factor, "decide": decide}
+                inputs: dict[str, Any] = {"x": x, "factor": factor, **more}
                 assert torch.equal(pipeline.train(inputs, 1, backward=False)[0], model(**inputs))
             # With control flow one failed trace, and one for each value.
             assert traces.call_count == traced

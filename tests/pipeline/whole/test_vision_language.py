@@ -95,6 +95,7 @@ def test_images_of_several_rows_go_with_their_rows() -> None:
     ids = batch["input_ids"].clone()
     ids[ids == IMAGE] = 50
     ids[:, 2:8] = IMAGE
+    ids[0, 8:14], ids[2, 2:8] = IMAGE, 50
     sizes = torch.tensor([[1, 2, 4], [1, 4, 4], [1, 4, 4], [1, 4, 6]])
     mixed = {"input_ids": ids, "pixel_values": batch["pixel_values"][:64], "image_grid_thw": sizes}
     with pytest.raises(ValueError, match=r"do not tell the rows of pixel_values.*split_inputs_fn"):
