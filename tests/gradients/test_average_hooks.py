@@ -1,4 +1,4 @@
-"""Sums and means of gradients over a group, with hooks; the sum that begins during backwards."""
+"""The average that begins during backwards: the order of its messages."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,9 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from nxdpp.gradients import buckets, overlapped_average
-from nxdpp.gradients.average import reduce_gradients
 from nxdpp.gradients.average_plan import LastBackward
-from nxdpp.gradients.buckets import Hook
 from nxdpp.gradients.overlapped_average import OverlappedAverage
 from nxdpp.ranks import parallel_state
 from tests.support.run_ranks import run_ranks
@@ -32,64 +30,8 @@ def parameters(rank: int, missing: tuple[int, ...] = ()) -> list[nn.Parameter]:
     return made
 
 
-def reduced(made: list[nn.Parameter], **options: object) -> list[torch.Tensor | None]:
-    groups = parallel_state.get_data_parallel_group(), parallel_state.get_data_parallel_control_group()
-    reduce_gradients(made, *groups, **options)  # type: ignore[arg-type]  # each test gives its own
-    return [parameter.grad for parameter in made]
-
-
 def equal(found: list[torch.Tensor | None], expected: Callable[[int], torch.Tensor]) -> None:
     assert all(each is not None and torch.equal(each, expected(index)) for index, each in enumerate(found))
-
-
-def hooks(rank: int) -> None:
-    seen: list[tuple[str, int]] = []
-
-    def note(name: str, factor: float) -> Hook:
-        def run(flat: torch.Tensor) -> None:
-            seen.append((name, flat.numel()))
-            flat.mul_(factor)
-
-        return run
-
-    found = reduced(
-        parameters(rank),
-        before=[note("first", 3.0), note("second", 0.25)],
-        after=[note("third", 2.0)],
-        bucket_bytes=6 * 12,
-        mean=False,
-    )
-    equal(found, lambda index: (gradient(0, index) * 3 * 0.25 + gradient(1, index) * 3 * 0.25) * 2)
-    # Buckets of 1 + 2 + 3, 4, 5 and 6 rows: one bucket is packed while the one before is sent.
-    assert [numel for name, numel in seen if name == "third"] == [18, 12, 15, 18]
-    assert [name for name, numel in seen if numel == 15] == ["first", "second", "third"]
-    # The raw gradient comes before the division of a mean.
-    before: list[float] = []
-    own = parameters(rank)[:1]
-    reduced(own, before=[lambda flat: before.append(flat[0].item())])
-    assert before == [gradient(rank, 0)[0, 0].item()]
-    equal([own[0].grad], lambda index: gradient(0, index) / 2 + gradient(1, index) / 2)
-
-
-def overlapped_sum(rank: int) -> None:
-    """Sums begin during the backward of the second step; a gradient that is missing on a rank counts as zeros."""
-    groups = parallel_state.get_data_parallel_group(), parallel_state.get_data_parallel_control_group()
-    average = OverlappedAverage(*groups, mean=False)
-    own = parameters(rank)
-    last = [LastBackward(0, own[:3]), LastBackward(1, own[3:])]
-    for step in range(3):
-        for index, parameter in enumerate(own):
-            parameter.grad = None if index == step + 1 and rank else gradient(rank, index)
-        average.begin(own, last, [], lambda order: lambda: True)
-        for stage in range(2):
-            average.before_last(stage)
-            average.after_last(stage)
-        average.finish()
-        assert (average.report.early_bytes > 0) == (step > 0)
-        for index, parameter in enumerate(own):
-            both = gradient(0, index) + (0 if index == step + 1 else gradient(1, index))
-            assert parameter.grad is not None
-            assert torch.equal(parameter.grad, both), (step, index)
 
 
 def orders_of_messages(rank: int) -> list[list[str]]:
@@ -151,28 +93,3 @@ def test_where_a_wait_stops_a_stream_all_replicas_start_and_wait_in_one_order() 
     assert first == second
     # Memory is freed by a wait, and the later buckets overlap too.
     assert first[1].index("wait for 0") < first[1].index("start 1") < first[1].index("start 2")
-
-
-def cases(rank: int) -> None:
-    parallel_state.initialize_model_parallel()
-    hooks(rank)
-    with mock.patch.object(buckets, "BUCKET_BYTES", 40):
-        overlapped_sum(rank)
-
-
-def test_sums_and_means_with_hooks() -> None:
-    run_ranks(2, cases)
-
-
-def alone(rank: int) -> None:
-    parallel_state.initialize_model_parallel()
-    with mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as all_reduce:
-        equal(reduced(parameters(0)), lambda index: gradient(0, index))
-    assert not all_reduce.call_count
-    # Functions of buckets run for one rank, too.
-    doubled = reduced(parameters(0), before=[lambda flat: flat.mul_(2)], after=[lambda flat: flat.add_(1)])
-    equal(doubled, lambda index: gradient(0, index) * 2 + 1)
-
-
-def test_a_group_of_one_runs_hooks_and_sends_nothing() -> None:
-    run_ranks(1, alone)

@@ -147,22 +147,3 @@ def test_an_optimizer_is_not_left_with_old_parameters_in_silence() -> None:
         fail(model)
     with pytest.raises(RuntimeError, match=r"SGD, holds 1 parameter that is not this rank's \(bias is"):
         optimizer.step()
-
-
-@pytest.mark.parametrize("kind", ["AdamW", "LBFGS"])
-def test_optimizers_step_with_an_empty_group(kind: str) -> None:
-    first, second = (nn.Linear(2, 2, bias=False) for _ in range(2))
-    model = nn.Sequential(first, second)
-    groups = [{"params": [first.weight]}, {"params": [second.weight]}]
-    optimizer = getattr(torch.optim, kind)(list(model.parameters()) if kind == "LBFGS" else groups, lr=0.1)
-    with followed_by_optimizers(model):
-        first.weight = nn.Parameter(torch.empty(2, 2, device="meta"))
-
-    def closure() -> torch.Tensor:
-        loss = second.weight.square().sum()
-        loss.backward()
-        return loss
-
-    before = second.weight.clone()
-    optimizer.step(closure)
-    assert not torch.equal(before, second.weight)

@@ -175,6 +175,30 @@ def test_optimizers_in_another_order_are_an_error() -> None:
     assert "now in another order" in str(error.value)
 
 
+def step_by_torch(rank: int) -> None:
+    """torch's scaler of a pipelined model is refused; one that is off, and one of a model of its own, step."""
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
+    model, other = (
+        NxDPPModel(make(Chain, 4), Block, num_microbatches=2, broadcast_and_average_loss=True),
+        make(Chain, 4),
+    )
+    scaler, optimizer = torch.amp.GradScaler("cpu"), torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler.scale(model.run_train(x=rows(4)))
+    told = r"divided the gradients of SGD by its scale of 65536.*give it to NxDPPModel\(\.\.\., grad_scaler=scaler\)"
+    with pytest.raises(RuntimeError, match=rf"(?s){told}"):
+        scaler.step(optimizer)
+    model.run_train(x=rows(4))
+    torch.amp.GradScaler("cpu", enabled=False).step(optimizer)
+    other(rows(4)).backward()
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(torch.ones(()))
+    scaler.step(torch.optim.SGD(other.parameters(), lr=0.1))
+
+
+def test_steps_of_a_scaler_of_torch_are_refused() -> None:
+    run_ranks(2, step_by_torch)
+
+
 def test_a_scaler_of_torch_is_refused() -> None:
     with pytest.raises(TypeError, match=r"nxdpp\.GradScaler takes the same arguments"):
         PipelineConfig(nn.Linear(2, 2), grad_scaler=torch.amp.GradScaler("cpu")).check()  # type: ignore[arg-type]
@@ -195,12 +219,3 @@ def test_calls_of_a_script_for_one_process_are_refused() -> None:
         scaler.begin_step(torch.device("meta"))
     scaler.begin_step(torch.empty(0).device)
     assert scaler.scale(loss).item() == 2.0**16
-
-
-def test_gradients_in_float16_are_refused() -> None:
-    scaler = GradScaler("cpu")
-    scaler.begin_step(torch.empty(0).device)
-    parameter = nn.Parameter(torch.ones(2, dtype=torch.float16))
-    parameter.grad = torch.ones_like(parameter)
-    with pytest.raises(ValueError, match=r"gradient in float16(.|\n)*Keep the parameters in float32"):
-        scaler.unscale_(torch.optim.SGD([parameter], lr=0.1))

@@ -3,7 +3,6 @@
 import copy
 import math
 from collections.abc import Callable
-from itertools import product
 from typing import Any
 
 import pytest
@@ -95,39 +94,6 @@ def clip(rank: int) -> None:
             refuse_before_the_average()
             check_not_finite()
         parallel_state.destroy_model_parallel()
-    check_wide(2)
-
-
-def wide(stages: int, is_frozen: bool) -> nn.Sequential:
-    """Float64 layers, one for each stage, of which the first may be frozen."""
-    torch.manual_seed(0)
-    module = nn.Sequential(*(nn.Linear(6, 6) for _ in range(stages))).double()
-    module[0].requires_grad_(not is_frozen)
-    return module
-
-
-def check_wide(stages: int) -> None:
-    """Clip the gradients of float64 models as torch does in one process."""
-    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=stages)
-    rows = torch.randn(4, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    for is_frozen, norm_type in product((False, True), NORM_TYPES):
-        whole = wide(stages, is_frozen)
-        whole(rows).square().mean().backward()
-        expected = nn.utils.clip_grad_norm_(whole.parameters(), 0.01, norm_type)
-        model = NxDPPModel(
-            wide(stages, is_frozen),
-            transformer_layer_cls=nn.Linear,
-            loss_fn=lambda output: output.square().mean(),
-            num_microbatches=2,
-        )
-        model.run_train(input=rows)
-        norm = model.clip_grad_norm_(0.01, norm_type)
-        assert norm.dtype == expected.dtype == torch.float64
-        torch.testing.assert_close(norm, expected, rtol=1e-12, atol=0)
-        own = dict(whole.named_parameters())
-        for name, each in model.local_named_parameters():
-            torch.testing.assert_close(each.grad, own[name].grad, rtol=1e-12, atol=1e-15)
-    parallel_state.destroy_model_parallel()
 
 
 def check_not_finite() -> None:

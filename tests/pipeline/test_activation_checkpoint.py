@@ -1,6 +1,5 @@
 """``apply_checkpoint``: the same loss and gradients with fewer activations in memory."""
 
-import logging
 from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any, cast
@@ -13,6 +12,7 @@ from torch.utils import checkpoint as torch_checkpoint
 
 from nxdpp import NxDPPModel, apply_checkpoint, parallel_state
 from tests.pipeline.in_turn import run_in_turn
+from tests.support.kept_messages import KeptMessages
 from tests.support.models import gradient_differences, make, padded_batch, reference, train_in_one_process
 
 
@@ -71,10 +71,7 @@ def collect_warnings(rank: int) -> list[str]:
     wrapped = NxDPPModel(make("llama"))
     with pytest.raises(RuntimeError, match="layers_to_checkpoint"):
         apply_checkpoint(wrapped, [])
-    messages: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("nxdpp").addHandler(handler)
+    messages = KeptMessages().texts
     apply_checkpoint(wrapped, ["model.layers.3"])
     assert messages == [], "a layer of another stage is no mistake"
     apply_checkpoint(wrapped, ["model.layers.7"])

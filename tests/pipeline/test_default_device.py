@@ -2,30 +2,10 @@
 
 import pytest
 import torch
-from torch import nn
 
-from nxdpp import NxDPPModel, parallel_state
+from nxdpp import parallel_state
+from tests.pipeline.runtime.scheduled_models import Chain, make, rows, wrap
 from tests.support.run_ranks import run_ranks
-
-
-class Layer(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(8, 8)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + torch.tanh(self.linear(x))
-
-
-class Model(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(Layer() for _ in range(4))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x.square().mean()
 
 
 def _losses(rank: int) -> list[list[float]]:
@@ -40,10 +20,8 @@ def _losses(rank: int) -> list[list[float]]:
 def _train(default: str) -> list[float]:
     torch.set_default_device("cpu")
     torch.manual_seed(0)
-    model = NxDPPModel(
-        Model(), transformer_layer_cls=Layer, num_microbatches=2, broadcast_and_average_loss=True, schedule="zb1p"
-    )
-    x = torch.randn(4, 8)
+    model = wrap(make(Chain, 4), 2, broadcast_and_average_loss=True, schedule="zb1p")
+    x = rows(4)
     optimizer = torch.optim.SGD(list(model.local_parameters()), lr=0.1)
     torch.set_default_device(default)
     losses = []

@@ -13,6 +13,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGath
 import nxdpp
 from nxdpp import NxDPPModel, parallel_state
 from nxdpp.gradients.shards.unit import ShardedUnit
+from tests.support.adapted_models import adapted
 from tests.support.models import VOCABULARY, llama
 from tests.support.run_ranks import run_ranks
 from tests.support.whole_numbers import distance, state_of
@@ -89,6 +90,8 @@ def wrapped(case: Case, shards: bool) -> tuple[Any, Any]:
         return built.double() if is_wide else built
 
     bare: Any = nxdpp.deferred_init(build) if extra == "deferred" else build()
+    if extra == "experts":
+        bare = adapted("lora of experts").double()
     if extra == "lora":
         from peft import LoraConfig, get_peft_model
 
@@ -170,7 +173,7 @@ def check(results: list[list[tuple[Case, float, str]]]) -> None:
 
 def test_layouts_train_as_whole_replicas() -> None:
     """Each axis and each extra once, over the fewest ranks that have it."""
-    check(run_ranks(2, train_cases, [({}, [case_of("scaler"), case_of("compiled", None, True)])]))
+    check(run_ranks(2, train_cases, [({}, [case_of("scaler"), case_of("compiled", None, True), case_of("experts")])]))
     of_four = [
         (
             PIPELINE,

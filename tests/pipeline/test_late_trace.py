@@ -86,13 +86,3 @@ def test_trace_needs_no_values_and_no_other_process(two_ranks: None) -> None:
         wrapped.trace(**padded_batch(3))
     with pytest.raises(TypeError, match=r"by name, and were given 1 positional"):
         wrapped.trace(torch.ones(4, 4))
-
-
-def test_an_input_without_a_default_is_missed_by_name(two_ranks: None) -> None:
-    with pytest.raises(ValueError, match=r"input_names: ShortFirst\.forward needs \['y'\], too"):
-        NxDPPModel(ShortFirst(), Block, input_names=["x"])
-    with pytest.raises(ValueError, match=r"partition_batch: ShortFirst\.forward needs \['y'\], too"):
-        NxDPPModel(ShortFirst(), Block, partition_batch={"x": torch.ones(2, 4)})
-    NxDPPModel(ShortFirst(), Block, input_names=["x", "y"]).trace(**vectors(8))
-    with pytest.raises(ValueError, match=r"inputs: ShortFirst\.forward needs \['y'\], too"):
-        NxDPPModel(ShortFirst(), Block).trace(x=torch.ones(2, 4))

@@ -2,8 +2,6 @@
 
 import copy
 import pickle
-import time
-from itertools import product
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,7 +18,7 @@ from nxdpp.pipeline.activation_checkpoint import is_checkpointed, remove_checkpo
 from nxdpp.pipeline.layer_compilation import check_options, compile_modules
 from nxdpp.pipeline.local.view import LocalView
 from nxdpp.schedules.families.registry import FAMILIES
-from tests.pipeline.runtime.scheduled_models import Chain, InPlace, Skips, copy_of, train_both
+from tests.pipeline.runtime.scheduled_models import Chain, copy_of, train_both
 from tests.pipeline.runtime.scheduled_models import make as make_small
 from tests.pipeline.runtime.scheduled_models import wrap as wrap_small
 from tests.pipeline.test_activation_checkpoint import wrapped_layer
@@ -96,8 +94,8 @@ def recomputation() -> None:
             assert not gradient_differences(wrapped, whole)
 
 
-def small_model(name: str, backend: str, kind: Any = Chain, only_blocks: bool = False) -> None:
-    model: Any = make_small(kind, 4)
+def small_model(name: str, backend: str, only_blocks: bool = False) -> None:
+    model: Any = make_small(Chain, 4)
     whole: Any = copy_of(model)
     chunks = FAMILIES[name].default_chunks
     if only_blocks:
@@ -113,7 +111,7 @@ def small_model(name: str, backend: str, kind: Any = Chain, only_blocks: bool = 
         losses, expected = train_both(wrapped, whole, 4, step)
         assert losses is None or all(map(torch.equal, losses, expected))
     differences = gradient_differences(wrapped, whole)
-    assert not differences, (name, kind.__name__, only_blocks, differences)
+    assert not differences, (name, only_blocks, differences)
 
 
 def hooks() -> None:
@@ -165,36 +163,6 @@ def test_compiled_modules_train_as_in_one_process() -> None:
     run_ranks(2, over_two_ranks)
 
 
-def all_families(rank: int, backend: str) -> None:
-    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
-    torch._dynamo.config.fail_on_recompile_limit_hit = True
-    for name, kind, only_blocks in product(FAMILIES, (Chain, Skips, InPlace), (False, True)):
-        small_model(name, backend, kind, only_blocks)
-
-
-@pytest.mark.sweep
-def test_all_families() -> None:
-    for backend in ("aot_eager", "inductor"):
-        run_ranks(2, all_families, backend)
-
-
-def compile_slowly(rank: int) -> None:
-    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2, hang_timeout=2.0)
-    wrapped = wrap_small(make_small(Chain, 2), 4)
-
-    def slow(graph: Any, inputs: Any) -> Any:
-        time.sleep(3.0 * rank)
-        return graph.forward
-
-    apply_compile(wrapped, backend=slow)
-    wrapped.run_train(x=torch.ones(4, WIDTH))
-
-
-@pytest.mark.sweep
-def test_ranks_wait_for_a_rank_that_compiles() -> None:
-    run_ranks(2, compile_slowly)
-
-
 class Counted(nn.Module):
     """Has statistics, and a count that its output depends on."""
 
@@ -208,17 +176,13 @@ class Counted(nn.Module):
         return self.norm(self.linear(x)).relu() * self.calls  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("first", ["checkpoint", "compile"])
-def test_a_recomputation_of_compiled_code_has_the_state_of_its_forward(first: str) -> None:
+def test_a_recomputation_of_compiled_code_has_the_state_of_its_forward() -> None:
     torch.manual_seed(0)
     eager: Any = Counted()
     layer: Any = copy.deepcopy(eager)
     apply_checkpoint(wrapped_layer(eager))
-    if first == "checkpoint":
-        apply_checkpoint(wrapped_layer(layer))
     compile_modules([("0", layer)], {"backend": "aot_eager"})
-    if first == "compile":
-        apply_checkpoint(wrapped_layer(layer))
+    apply_checkpoint(wrapped_layer(layer))
     copied = copy.deepcopy(layer)
     assert is_checkpointed(copied)
     assert is_checkpointed(pickle.loads(pickle.dumps(layer)))
@@ -263,25 +227,10 @@ def test_dropout_repeats_in_a_recomputation_of_compiled_code() -> None:
     assert all(map(torch.equal, *gradients))
 
 
-def test_only_a_wrapped_model_is_compiled() -> None:
-    with pytest.raises(TypeError, match=r"takes a wrapped model, not a Counted: call it after NxDPPModel\(module"):
-        apply_compile(Counted())
-
-
-def test_the_limits_of_codes_grow_with_the_modules() -> None:
-    with torch._dynamo.config.patch(recompile_limit=8, accumulated_recompile_limit=256):
-        for count in (1, 100):
-            compile_modules([(str(number), nn.Linear(1, 1)) for number in range(count)], {"backend": "eager"})
-            assert torch._dynamo.config.recompile_limit == max(64, 4 * count)
-        assert torch._dynamo.config.accumulated_recompile_limit == 400
-
-
 @pytest.mark.parametrize(
     ("given", "of_process", "is_divided", "message"),
     [
         ({"backend": "cudagraphs"}, False, False, "backend='cudagraphs' replays CUDA graphs"),
-        ({"mode": "reduce-overhead"}, False, False, "mode='reduce-overhead' replays CUDA graphs"),
-        ({"options": {"triton.cudagraphs": True}}, False, False, r"triton\.cudagraphs replays CUDA graphs"),
         ({}, True, False, r"torch\._inductor\.config\.triton\.cudagraphs replays CUDA graphs"),
         ({"backend": "aot_eager", "mode": "default"}, False, False, "leave them out with backend='aot_eager'"),
         ({"mode": "max-autotune-no-cudagraphs"}, False, True, "max_autotune chooses kernels by their times"),

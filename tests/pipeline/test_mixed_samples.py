@@ -1,6 +1,6 @@
-"""Microbatches of one step with different shapes and graphs: exact, over ranks, replicas and schedules."""
+"""Microbatches of one step with different shapes and graphs: exact, over ranks and schedules."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -129,70 +129,6 @@ def test_different_shapes_are_exact_over_ranks() -> None:
 @pytest.mark.parametrize("has_nccl_rules", [False, True])
 def test_every_family_takes_different_shapes(has_nccl_rules: bool) -> None:
     run_ranks(4, over_ranks, 4, tuple(FAMILIES), has_nccl_rules)
-
-
-def split(inputs: dict[str, Any], count: int) -> list[dict[str, Any]]:
-    """Rows of an image that is not zero have it, and others have none; an odd microbatch is longer by a row."""
-    rows = len(inputs["x"])
-    sizes = [rows // count + (1 if number % 2 else -1) for number in range(count)]
-    parts = [
-        {"x": x, "image": image}
-        for x, image in zip(inputs["x"].split(sizes), inputs["image"].split(sizes), strict=True)
-    ]
-    return [part if part["image"].any() else {"x": part["x"]} for part in parts]
-
-
-def trained(step: Callable[..., Any], parameters: Any, steps: int) -> list[float]:
-    optimizer = torch.optim.SGD(parameters, lr=0.1)
-    losses = []
-    for number in range(steps):
-        optimizer.zero_grad()
-        losses.append(step(number))
-        optimizer.step()
-    return losses
-
-
-def batch_of(number: int, replica: int) -> dict[str, Tensor]:
-    """Eight rows; which of them have images changes from step to step, and from replica to replica."""
-    generator = torch.Generator().manual_seed(10 * number + replica)
-    image = torch.randn(8, 3, generator=generator)
-    has_image = [number % 2 == 0, replica == 0, number == 1, replica == 1 and number == 2]
-    for microbatch, (start, stop) in enumerate(((0, 1), (1, 4), (4, 5), (5, 8))):
-        image[start:stop] *= has_image[microbatch]
-    return {"x": torch.randn(8, 3, WIDTH, generator=generator), "image": image}
-
-
-def with_replicas(rank: int) -> None:
-    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
-    replicas, replica = parallel_state.get_data_parallel_size(), parallel_state.get_data_parallel_rank()
-    model = NxDPPModel(
-        make_optional(),
-        num_microbatches=4,
-        split_inputs_fn=split,
-        output_loss_value_spec=FIRST,
-        broadcast_and_average_loss=True,
-    )
-    ours = trained(lambda number: float(model.run_train(**batch_of(number, replica))), model.parameters(), 4)
-    whole = make_optional()
-
-    def step(number: int) -> float:
-        parts = [part for each in range(replicas) for part in split(batch_of(number, each), 4)]
-        loss = torch.stack([whole(**part)[0] for part in parts]).mean()
-        loss.backward()
-        return float(loss.detach())
-
-    theirs = trained(step, whole.parameters(), 4)
-    torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-7)
-    for name, parameter in model.local_named_parameters():
-        torch.testing.assert_close(parameter, whole.get_parameter(name), rtol=1e-5, atol=1e-6)
-    model.eval()
-    whole.eval()
-    expected = [whole(**part)[0] for each in range(replicas) for part in split(batch_of(0, each), 4)]
-    torch.testing.assert_close(model.run_eval(**batch_of(0, replica)), torch.stack(expected).mean(), rtol=1e-6, atol=0)
-
-
-def test_split_inputs_may_differ_in_names_and_rows() -> None:
-    run_ranks(4, with_replicas)
 
 
 def other_graphs(rank: int) -> None:

@@ -2,13 +2,11 @@
 
 from typing import Any
 
-import pytest
 import torch
 from torch import nn
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from nxdpp import NxDPPModel, parallel_state
-from nxdpp.ranks.faults import failure_watch
 from tests.pipeline.in_turn import run_in_turn
 from tests.support.models import (
     gradient_differences,
@@ -18,7 +16,6 @@ from tests.support.models import (
     reference,
     train_in_one_process,
 )
-from tests.support.run_ranks import run_ranks
 
 
 def evaluate(rank: int, name: str) -> None:
@@ -77,70 +74,6 @@ def evaluate_plain(rank: int) -> None:
     assert torch.equal(output["sum"], torch.stack([part["sum"] for part in parts]))
 
 
-class BareLoss(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
-
-    def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None) -> torch.Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x if labels is None else nn.functional.cross_entropy(x, labels)
-
-
-def count_labels(microbatch: dict[str, Any]) -> int:
-    return int((microbatch["labels"] != -100).sum())
-
-
-def evaluate_bare(rank: int) -> None:
-    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
-    x, labels = torch.randn(6, 4), torch.tensor([0, 1, -100, 2, 3, -100])
-    for everywhere, rule in ((False, "microbatch"), (True, "tokens")):
-        torch.manual_seed(0)
-        wrapped = NxDPPModel(
-            BareLoss(),
-            transformer_layer_cls=nn.Linear,
-            num_microbatches=3,
-            broadcast_and_average_loss=everywhere,
-            loss_normalization=rule,
-            count_items_fn=count_labels if rule == "tokens" else None,
-        )
-        evaluated = wrapped.run_eval(x=x, labels=labels)
-        trained = wrapped.run_train(x=x, labels=labels)
-        assert (trained is None) == (evaluated is None) == (rank == 0 and not everywhere)
-        assert trained is None or torch.equal(trained, evaluated)
-        output = wrapped.run_eval(x=x)
-        assert (None if output is None else output.shape) == ((6, 4) if rank == 1 else None)
-    refuse(x, labels)
-
-
-def refuse(x: torch.Tensor, labels: torch.Tensor) -> None:
-    """What a training step refuses is refused after an evaluation too, on all ranks."""
-    vars(failure_watch)["report"] = lambda error: None
-    wrapped = NxDPPModel(BareLoss(), transformer_layer_cls=nn.Linear, num_microbatches=3)
-    labels[2:4] = -100
-    for run in (wrapped.run_eval, wrapped.run_train):
-        with pytest.raises(ValueError, match="microbatch 1 of 3 has no label"):
-            run(x=x, labels=labels)
-
-
-def evaluate_everywhere(rank: int) -> torch.Tensor:
-    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
-    wrapped = NxDPPModel(make("llama", layers=2), num_microbatches=2, broadcast_and_average_loss=True)
-    loss: torch.Tensor = wrapped.run_eval(**padded_batch(4, seed=parallel_state.get_data_parallel_rank()))
-    return loss
-
-
-def test_the_mean_loss_reaches_every_rank() -> None:
-    losses = run_ranks(4, evaluate_everywhere)
-    with torch.no_grad():
-        whole = reference(make("llama", layers=2))
-        parts = [part for seed in (0, 1) for part in microbatches(padded_batch(4, seed=seed), 2)]
-        expected = torch.stack([whole(**part).loss for part in parts]).mean()
-    assert all(torch.equal(loss, losses[0]) for loss in losses)
-    torch.testing.assert_close(losses[0], expected)
-
-
 def evaluate_in_inference_mode(rank: int) -> None:
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
     model = make("llama", layers=2)
@@ -155,4 +88,4 @@ def evaluate_in_inference_mode(rank: int) -> None:
 
 
 def test_losses_and_outputs_are_those_of_one_process() -> None:
-    run_in_turn(2, (evaluate, "llama"), (evaluate, "bert"), evaluate_plain, evaluate_in_inference_mode, evaluate_bare)
+    run_in_turn(2, (evaluate, "llama"), (evaluate, "bert"), evaluate_plain, evaluate_in_inference_mode)

@@ -1,4 +1,4 @@
-"""``run_train``: accumulation, shared inputs, frozen stages, dropout, autocast, replicas, skipped stages."""
+"""``run_train``: accumulation, frozen stages, autocast, messages, and the arguments of NxD's guide."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,7 +16,6 @@ from tests.support.models import (
     gradient_differences,
     llama,
     make,
-    microbatches,
     padded_batch,
     reference,
     train_in_one_process,
@@ -55,23 +54,6 @@ def accumulate(rank: int) -> None:
         assert distance < 1e-6, name
     wrapped.zero_grad()
     assert all(parameter.grad is None for parameter in wrapped.local_parameters())
-
-
-def pass_shared(rank: int) -> None:
-    start()
-    embeddings = torch.randn(8, 10, 32, generator=torch.Generator().manual_seed(5))
-    batch = {**padded_batch(8), "inputs_embeds": embeddings}
-    del batch["input_ids"]
-    whole = reference(make("llama"))
-    wrapped = wrap(make("llama"))
-    positions = torch.arange(3, 13).unsqueeze(0)
-    shared: dict[str, Any] = {"position_ids": positions, "logits_to_keep": 0, "input_ids": None}
-    wrapped.run_train(**batch, **shared, num_items_in_batch=17)
-    for microbatch in microbatches(batch, 4):
-        whole(**microbatch, **shared, num_items_in_batch=17).loss.backward()
-    assert gradient_differences(wrapped, whole) == {}
-    # A number that the model's control flow depends on becomes part of the graph.
-    wrapped.run_train(**batch, **shared, num_items_in_batch=torch.tensor(5))
 
 
 @contextmanager
@@ -148,33 +130,6 @@ def llama_of_bfloat16_layers() -> Any:
     return model
 
 
-def data_parallel(rank: int) -> float:
-    start(2)
-    replica = parallel_state.get_data_parallel_rank()
-    model = make("llama")
-    whole = reference(model)
-    wrapped = wrap(model, broadcast_and_average_loss=True, num_microbatches=2)
-    ours = torch.optim.SGD(wrapped.local_parameters(), lr=0.5, momentum=0.9)
-    theirs = torch.optim.SGD(whole.parameters(), lr=0.5, momentum=0.9)
-    distances: list[float] = []
-    for step in range(2):
-        batch = padded_batch(8, seed=step)
-        loss = wrapped.run_train(**{key: value.chunk(2)[replica] for key, value in batch.items()})
-        losses = train_in_one_process(whole, batch, 4)
-        assert isinstance(loss, torch.Tensor)
-        distances.append((loss - torch.stack(losses).mean()).abs().item())
-        for optimizer in (ours, theirs):
-            optimizer.step()
-            optimizer.zero_grad()
-    expected = whole.state_dict()
-    distances += [(v - expected[n]).abs().max().item() for n, v in wrapped.local_state_dict().items()]
-    return max(distances)
-
-
-def test_two_stages_and_two_replicas_train_as_one_process() -> None:
-    assert max(run_ranks(4, data_parallel)) < 1e-6
-
-
 def record_sends(rank: int) -> list[tuple[str, tuple[int, ...]]]:
     start()
     wrapped = wrap(make("llama"))
@@ -211,13 +166,13 @@ def test_boundary_dtypes_under_autocast(sent: list[list[Any]]) -> None:
 
 
 def test_other_shapes_and_inputs_are_those_of_one_process() -> None:
-    run_in_turn(STAGES, accumulate, pass_shared)
+    run_ranks(STAGES, accumulate)
 
 
-def train_as_in_the_guide(rank: int, return_dict: bool) -> None:
+def train_as_in_the_guide(rank: int) -> None:
     start(2)
     torch.manual_seed(1234)
-    model = llama(use_cache=True, return_dict=return_dict)
+    model = llama(use_cache=True, return_dict=False)
     before = model.config.to_dict()
     whole = reference(model)
     whole.config.return_dict = True
@@ -247,38 +202,5 @@ def train_as_in_the_guide(rank: int, return_dict: bool) -> None:
         wrapped.run_train(input_ids=batch["input_ids"], labels=batch["labels"], position_ids=batch["input_ids"])
 
 
-class FarReaching(nn.Module):
-    """A model whose first layer sends two values to every later layer, up to four stages away."""
-
-    def __init__(self, layers: int) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(layers))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        hidden = self.blocks[0](x)
-        early, square = hidden.sin(), hidden * hidden
-        for block in self.blocks[1:]:
-            hidden = block(hidden) + early * square
-        loss: torch.Tensor = hidden.square().mean()
-        return loss
-
-
-def reach_far(rank: int) -> None:
-    start(5)
-    torch.manual_seed(0)
-    model = FarReaching(5)
-    whole = reference(model)
-    wrapped = wrap(model, transformer_layer_cls=nn.Linear, num_microbatches=12)
-    x = torch.randn(24, 4)
-    wrapped.run_train(x=x)
-    for part in x.chunk(12):
-        (whole(part) / 12).backward()
-    assert gradient_differences(wrapped, whole) == {}
-
-
-def test_values_that_skip_four_stages_cause_no_deadlock() -> None:
-    run_ranks(5, reach_far)
-
-
 def test_arguments_of_the_nxd_guide() -> None:
-    run_in_turn(2, (train_as_in_the_guide, True), (train_as_in_the_guide, False))
+    run_ranks(2, train_as_in_the_guide)

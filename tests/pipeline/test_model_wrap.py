@@ -68,7 +68,11 @@ def free(rank: int) -> None:
 
 
 REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
-    ({"num_microbatches": 0}, ValueError, r"num_microbatches=0"),
+    ({"num_microbatches": 0}, ValueError, r"num_microbatches=0 must be a whole number of at least 1"),
+    ({"num_microbatches": True}, ValueError, r"num_microbatches=True must be a whole number"),
+    ({"check_inputs": "last"}, ValueError, "check_inputs='last' must be 'first', 'always' or 'never'"),
+    ({"autowrap_obj_methods": {"model": ["forward"]}}, ValueError, "autowrap_obj_methods=.*leaf_module_cls"),
+    ({"gradient_reduction": "sum", "use_zero1_optimizer": True}, ValueError, "exclude each other"),
     ({"virtual_pipeline_size": 4}, ValueError, "4 transformer layers cannot be split over 8 pipeline stages"),
     ({"schedule": "2f1b"}, ValueError, "there is no schedule '2f1b' .did you mean '1f1b'.*Choose one of gpipe, 1f1b"),
     ({"schedule": "1f1b", "virtual_pipeline_size": 2}, ValueError, "1f1b has 1 stage per rank, not 2"),

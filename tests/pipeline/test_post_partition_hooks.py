@@ -39,17 +39,6 @@ class Adapted(nn.Module):
         return self.base(x) + (x @ self.down.T @ self.up.T) * self.scale  # type: ignore[no-any-return]
 
 
-class Enclosing(nn.Module):
-    """The checkpoint wrapper around a layer from NxD's pipeline guide."""
-
-    def __init__(self, mod: nn.Module) -> None:
-        super().__init__()
-        self.mod = mod
-
-    def forward(self, *arguments: Any, **named: Any) -> Any:
-        return self.mod(*arguments, **named)
-
-
 def replace(tree: nn.Module, ending: str, make_new: Callable[[Any, str], nn.Module]) -> None:
     for name, module in list(tree.named_modules()):
         if name.endswith(ending) and type(module) is not nn.Module:
@@ -69,29 +58,6 @@ def adapt_head(tree: nn.Module) -> None:
     for name, parameter in tree.named_parameters(remove_duplicate=False):
         if name in TIED:
             parameter.requires_grad_(True)
-
-
-def enclose_layers(tree: nn.Module) -> None:
-    for number in range(2):
-        replace(tree, f"layers.{number}", lambda module, _: Enclosing(module))
-
-
-def new_parameters(tree: nn.Module) -> None:
-    for name, module in tree.named_modules():
-        if name == "model.norm" or name.endswith("input_layernorm"):
-            module.weight = nn.Parameter(torch.full_like(module.get_parameter("weight"), 0.75))
-
-
-def cast(tree: nn.Module) -> None:
-    tree.to(torch.float64)
-
-
-def assign(tree: nn.Module) -> None:
-    values = {name: value * 0.5 for name, value in tree.state_dict().items()}
-    is_tied = len(list(tree.parameters())) < len(list(tree.named_parameters(remove_duplicate=False)))
-    tree.load_state_dict(values, assign=True)
-    if is_tied:
-        tree.get_submodule("lm_head").weight = tree.get_parameter("model.embed_tokens.weight")
 
 
 def local(model: NxDPPModel) -> nn.Module:
@@ -195,9 +161,8 @@ def refuse(rank: int) -> None:
 
 # A tie matters to changes of the tied weight.
 CASES: list[tuple[str, Change, Place]] = [
-    *(("llama", change, local) for change in (adapt_layers, enclose_layers, cast, assign)),
-    *(("tied_llama", change, local) for change in (adapt_head, new_parameters)),
-    ("llama", enclose_layers, whole_model),
+    ("llama", adapt_layers, local),
+    ("tied_llama", adapt_head, local),
     ("tied_llama", adapt_head, whole_model),
 ]
 

@@ -87,6 +87,8 @@ def refuse(rank: int) -> None:
     nxdpp.fully_shard(model, offload_policy=CPUOffloadPolicy(pin_memory=False))
     with pytest.raises(RuntimeError, match=r"^fully_shard was called for this model already"):
         nxdpp.fully_shard(model)
+    with pytest.raises(RuntimeError, match=r"stays torch\.float32 on cpu: convert and move"):
+        model.double()
     assert [name for name, _ in model.local_named_parameters()] == names
     model.run_train(input_ids=torch.arange(24).view(4, 6), labels=torch.arange(24).view(4, 6))
 

@@ -37,14 +37,6 @@ class OfAPair(Base):
         return (self.head(hidden) - y).square().mean() * scale, [hidden]
 
 
-class OfPositions(Base):
-    def forward(self, data: Any) -> Tensor:
-        assert len(data) == 2
-        hidden = self.through(self.blocks, self.embedding(data[0]))
-        loss: Tensor = (self.head(hidden) - data[1][0]["y"]).square().mean()
-        return loss
-
-
 class OfAttributes(Base):
     def forward(self, data: Any) -> Tensor:
         hidden = self.through(self.blocks, self.embedding(data.x))
@@ -68,7 +60,6 @@ def namespace(number: int) -> SimpleNamespace:
 
 CASES: tuple[tuple[type[nn.Module], Callable[[int], Any]], ...] = (
     (OfAPair, lambda number: Pair(*pairs(number))),
-    (OfPositions, lambda number: [pairs(number)[0], ({"y": pairs(number)[1], "z": None},)]),
     (OfAttributes, attributes(Sample)),
     (OfAttributes, namespace),
 )

@@ -5,11 +5,9 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
-from transformers import BartConfig, BartForSequenceClassification
 
 from nxdpp import NxDPPModel, parallel_state
 from tests.pipeline.in_turn import run_in_turn
-from tests.support.in_process import InProcessPipeline
 
 
 class Layer(nn.Module):
@@ -107,33 +105,3 @@ def compare(rank: int, change: str) -> None:
 
 def test_parts_in_evaluation_mode_are_those_of_one_process() -> None:
     run_in_turn(2, *((compare, change) for change in ("", "stack.eval()", "layers[2].eval()")))
-
-
-def test_a_graph_belongs_to_the_modes_of_modules_of_transformers() -> None:
-    config = BartConfig(
-        vocab_size=16,
-        d_model=8,
-        encoder_layers=2,
-        decoder_layers=2,
-        encoder_ffn_dim=8,
-        decoder_ffn_dim=8,
-        encoder_attention_heads=2,
-        decoder_attention_heads=2,
-        max_position_embeddings=16,
-        pad_token_id=0,
-        eos_token_id=2,
-        use_cache=False,
-        dropout=0.99,
-    )
-    model = BartForSequenceClassification(config).train()
-    ids = torch.tensor([[5, 6, 7, 2], [7, 8, 9, 2]])
-    pipeline = InProcessPipeline(model, 2)
-    inputs = {"input_ids": ids, "labels": torch.tensor([0, 1])}
-
-    (with_dropout,) = pipeline.train(inputs, 1, backward=False)
-    for module in model.modules():
-        module.training = module is model
-    (without,) = pipeline.train(inputs, 1, backward=False)
-
-    assert torch.equal(without, model(**inputs).loss)
-    assert not torch.equal(with_dropout, without)

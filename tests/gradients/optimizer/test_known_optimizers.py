@@ -1,4 +1,4 @@
-"""The table of known optimizers has what their steps look at, and subclasses and declarations are told from it."""
+"""The table of known optimizers has what their steps look at, and subclasses are told from it."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -10,9 +10,8 @@ from torch import nn, optim
 from torch.optim import Optimizer
 from transformers.optimization import Adafactor
 
-from nxdpp import declare_optimizer
 from nxdpp.gradients.optimizer.known_optimizers import Unknown, looked_at
-from tests.gradients.optimizer.optimizers import Lion, Unlucky
+from tests.gradients.optimizer.optimizers import Lion
 
 PUBLIC = [
     each
@@ -153,25 +152,3 @@ def test_a_subclass_is_like_its_class_unless_it_overrides_a_step(kind: Any, expe
     # torch puts a function with hooks around the step of a class at its first instance.
     for _ in range(2):
         assert looks(kind([nn.Parameter(torch.ones(2))])) == expected
-
-
-def test_declarations() -> None:
-    class Bare(Unlucky):
-        """Overrides nothing."""
-
-    class Own(Unlucky):
-        def step(self, closure: Any = None) -> Any:
-            return super().step(closure)
-
-    class Inheriting(Own):
-        """Overrides nothing."""
-
-    parameters = [nn.Parameter(torch.ones(2))]
-    before = Own(parameters)
-    assert looks(before) == Unknown("overrides step() of SGD")
-    for _ in range(2):
-        declare_optimizer(Own, looks_at="all")
-        assert looks(before) == looks(Inheriting(parameters)) == "all"
-    assert looks(Bare(parameters)) == Unknown("overrides step() of SGD")
-    with pytest.raises(ValueError, match="Own is declared with looks_at='all', and cannot have looks_at='tensor' too"):
-        declare_optimizer(Own, looks_at="tensor")

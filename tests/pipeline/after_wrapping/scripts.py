@@ -55,6 +55,22 @@ class Plain(nn.Module):
         return nn.functional.cross_entropy(self.head(hidden).flatten(0, 1), labels.flatten())
 
 
+class Adapted(nn.Module):
+    """A linear layer with an adapter of rank 2."""
+
+    def __init__(self, base: nn.Module) -> None:
+        super().__init__()
+        self.base = base
+        dtype = next(base.parameters()).dtype
+        self.down, self.up = (
+            nn.Linear(WIDTH, 2, bias=False, dtype=dtype),
+            nn.Linear(2, VOCABULARY, bias=False, dtype=dtype),
+        )
+
+    def forward(self, hidden: torch.Tensor) -> Any:
+        return self.base(hidden) + self.up(self.down(hidden))
+
+
 def batch(rows: int = 4) -> dict[str, torch.Tensor]:
     """Tokens of shape (rows, 6)."""
     generator = torch.Generator().manual_seed(5)

@@ -86,17 +86,6 @@ def declared(training: Training) -> None:
     training.steps(3, optimizer)
 
 
-class Normalised(optim.SGD):
-    """Divides gradients by their common norm, and gives a closure on, by which a trial would have been deceived."""
-
-    def step(self, closure: Any = None) -> Any:
-        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
-        norm = torch.stack([parameter.grad.norm() for parameter in parameters]).norm()
-        for parameter in parameters:
-            parameter.grad.div_(norm)
-        return super().step(closure)
-
-
 class Sometimes(optim.SGD):
     """Averages its gradients over all ranks in each fourth step."""
 
@@ -129,29 +118,6 @@ def sends_later(training: Training) -> None:
         dist.barrier()
 
 
-def skipping(training: Training) -> None:
-    """A step is left out where a gradient of one layer, on one rank, is not finite, as the message says."""
-    optimizer = optim.AdamW(training.wrapped.parameters(), lr=1e-2)
-    for number in range(4):
-        training.record.append(training.loss())
-        for name, parameter in training.wrapped.named_parameters():
-            if number == 1 and name == "layers.0.linear.weight":
-                parameter.grad[0, 0] = torch.nan
-        if isinstance(training, PipelinedTraining):
-            is_good = training.wrapped.clip_grad_norm_(float("inf")).isfinite()
-        else:
-            is_good = torch.nn.utils.get_total_norm([p.grad for p in training.wrapped.parameters()]).isfinite()
-        if is_good:
-            optimizer.step()
-        optimizer.zero_grad()
-    assert training.record[1] == training.record[2] != training.record[3]
-
-
-def normalised(training: Training) -> None:
-    training.loss()
-    Normalised(training.wrapped.parameters(), lr=0.1).step()
-
-
 def lbfgs(training: Training) -> None:
     optim.LBFGS(training.wrapped.parameters()).step(training.loss)
 
@@ -164,10 +130,8 @@ SCRIPTS: dict[str, tuple[Callable[[], nn.Module], Script]] = {
     "AdamW8bit": (wide, eight_bits),
     "Muon": (Plain, muon),
     "Lion": (Plain, declared),
-    "skipping": (Plain, skipping),
     "LBFGS": (Plain, refused(lbfgs, OVER_STAGES)),
     "Sam": (Plain, refused(sam, unknown(Sam))),
-    "Normalised": (Plain, refused(normalised, unknown(Normalised, "overrides step() of SGD"))),
     "declared and sending later": (Plain, sends_later),
 }
 
@@ -179,7 +143,7 @@ def pipelined(rank: int) -> dict[str, Any]:
 def test_over_a_pipeline() -> None:
     for result in run_ranks(2, pipelined):
         for name, (alone, together) in result.items():
-            assert len(alone) == (4 if name == "skipping" else 3)
+            assert len(alone) == 3
             assert together == alone, name
 
 

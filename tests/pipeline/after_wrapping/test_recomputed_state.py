@@ -73,21 +73,6 @@ class Counting(Layer):
         return output
 
 
-class Late(Counting):
-    """Changes a buffer in place from its sixth call."""
-
-    factor: torch.Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("factor", torch.ones(()))
-
-    def forward(self, hidden: torch.Tensor) -> Any:
-        if self.calls[0] > 4:
-            self.factor.mul_(0.9)
-        return super().forward(hidden) * self.factor.clone()
-
-
 class Drawing(Layer):
     """Draws from Python's generator."""
 
@@ -158,17 +143,6 @@ def test_other_state_is_refused_on_all_ranks_and_the_remedy_works() -> None:
     assert "RuntimeError: layers.0 has a different output in its recomputation than in its forward" in message
     assert "Keep the activations of layers.0" in message
     assert "failure, rank 0 first" in message
-
-
-def test_a_late_change_in_place_is_refused() -> None:
-    layer = Late()
-    apply_checkpoint(cast(Any, wrapped_layer(layer)))
-    losses = (layer(torch.ones(1, 2, WIDTH, requires_grad=True)).sum() for _ in range(6))
-    for _ in range(5):
-        next(losses).backward()
-    sixth = next(losses)
-    with pytest.raises(RuntimeError, match="0 has begun to change factor in place after its first calls"):
-        sixth.backward()
 
 
 def test_a_checkpoint_of_its_own_is_refused_where_later_forwards_come_first() -> None:

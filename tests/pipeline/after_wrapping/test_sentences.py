@@ -1,15 +1,12 @@
 """Sentences for what a pipeline cannot do: the place on every rank, and a remedy that is followed."""
 
-import copy
 import itertools
-import logging
 import re
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
-from torch.optim.swa_utils import AveragedModel
 from torch.overrides import TorchFunctionMode
 
 from nxdpp import parallel_state
@@ -119,7 +116,6 @@ NEXT_TO_LAYERS = "inside a module next to the layers"
 CASES: list[tuple[str, Callable[[], Any], str]] = [
     ("the user's model", lambda: called(lambda model, _: model(**batch())), IS_CALLED),
     ("local module", lambda: called(lambda _, w: w.local_module(**batch())), r"not run as a whole: .*run_eval"),
-    ("averaged model", lambda: called(lambda _, w: AveragedModel(w)), r"AveragedModel\(model.local_module\)"),
     ("computed input", lambda: give(nn.Linear(WIDTH, WIDTH)(HIDDEN)), rf"computed with gradients \(\w+\) {OUTSIDE}"),
     ("derivative", lambda: train(Penalised()), rf"through layers.0{LINE} penalty.*\n.*{NEXT_TO_LAYERS}"),
     ("mode of functions", lambda: train(UsesMode()), rf"a TorchFunctionMode is .* next to the layers.{LINE}"),
@@ -129,25 +125,12 @@ CASES: list[tuple[str, Callable[[], Any], str]] = [
 ]  # fmt: skip
 
 
-def averaged(training: Training) -> None:
-    """Train, keep an average, and evaluate with it."""
-    part = getattr(training.wrapped, "local_module", training.model)
-    average = AveragedModel(part)
-    optimizer = torch.optim.SGD(training.wrapped.parameters(), lr=0.5)
-    for _ in range(3):
-        training.steps(1, optimizer)
-        average.update_parameters(part)
-    training.wrapped.load_state_dict(average.module.state_dict())
-    training.record.append(training.loss())
-
-
 def trained(training: Training) -> None:
     training.steps(3)
 
 
 REMEDIES: dict[str, Any] = {
     "computed input": (Prompted, trained),
-    "averaged model": (Plain, averaged),
 }
 
 
@@ -169,45 +152,3 @@ def test_a_sentence_on_every_rank_and_its_remedy() -> None:
             assert re.search(message, told[name]), (name, told[name])
         for name, (alone, pipelined) in numbers.items():
             assert pipelined == alone, name
-
-
-def average_over_copy(copied: nn.Module, wrapped: Any) -> None:
-    with torch.no_grad():
-        for one, other in zip(copied.parameters(), wrapped.parameters(), strict=False):
-            if one.shape == other.shape:
-                one.lerp_(other, 0.5)
-
-
-def compare_with_copy(copied: nn.Module, wrapped: Any) -> float:
-    whole = dict(copied.named_parameters())
-    return float(max((value - whole[name]).abs().max() for name, value in wrapped.named_parameters()))
-
-
-def average_over_part(copied: nn.Module, wrapped: Any) -> None:
-    """The remedy of the warning."""
-    averaged = copy.deepcopy(wrapped.local_module)
-    with torch.no_grad():
-        for one, other in zip(averaged.parameters(), wrapped.local_module.parameters(), strict=True):
-            one.lerp_(other, 0.5)
-
-
-def list_beside_a_copy(rank: int) -> None:
-    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
-    told: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("nxdpp.pipeline.local.outer_wrappers").addHandler(handler)
-    copied = Plain()
-    training = PipelinedTraining(Plain())
-    training.loss()
-    wrapped = training.wrapped
-    for quiet in (compare_with_copy, average_over_part):
-        quiet(copied, wrapped)
-        assert not told, quiet
-    average_over_copy(copied, wrapped)
-    assert len(told) == 1
-    assert re.search(r"lists the \d+ parameters .* beside the \d+ of 'copied'.*Copy this rank's part", told[0])
-
-
-def test_an_average_over_a_copy_of_the_whole_model_is_warned_of_and_a_comparison_is_not() -> None:
-    run_ranks(2, list_beside_a_copy)

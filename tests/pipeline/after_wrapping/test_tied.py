@@ -12,6 +12,7 @@ from nxdpp import parallel_state
 from tests.pipeline.after_wrapping.scripts import (
     VOCABULARY,
     WIDTH,
+    Adapted,
     PipelinedTraining,
     Plain,
     Script,
@@ -19,19 +20,6 @@ from tests.pipeline.after_wrapping.scripts import (
 )
 from tests.pipeline.after_wrapping.scripts import Training as Training
 from tests.support.run_ranks import run_ranks
-
-
-class Adapted(nn.Module):
-    """A linear layer with an adapter of rank 2."""
-
-    def __init__(self, base: nn.Module) -> None:
-        super().__init__()
-        self.base = base
-        self.down = nn.Linear(WIDTH, 2, bias=False, dtype=torch.float64)
-        self.up = nn.Linear(2, VOCABULARY, bias=False, dtype=torch.float64)
-
-    def forward(self, hidden: torch.Tensor) -> Any:
-        return self.base(hidden) + self.up(self.down(hidden))
 
 
 class Tied(Plain):
@@ -52,21 +40,6 @@ def freeze_by_name(training: Training) -> None:
         if "embed" in name:
             parameter.requires_grad_(True)
     training.steps(2)
-
-
-def decay_by_type(training: Training) -> None:
-    modules = [each for each in training.wrapped.modules() if isinstance(each, nn.Embedding | nn.LayerNorm)]
-    without = {parameter for module in modules for parameter in module.parameters()}
-    others = [parameter for parameter in training.wrapped.parameters() if parameter not in without]
-    groups = [{"params": list(without), "weight_decay": 0.0}, {"params": others, "weight_decay": 0.5}]
-    training.steps(4, torch.optim.SGD([each for each in groups if each["params"]], lr=1e-1))
-
-
-def initialise_by_name(training: Training) -> None:
-    training.steps(1)
-    for name, parameter in training.wrapped.named_parameters():
-        nn.init.normal_(parameter, generator=torch.Generator().manual_seed(sum(map(ord, name))))
-    training.steps(3)
 
 
 def tied_weight(training: Training) -> list[nn.Parameter]:
@@ -91,8 +64,6 @@ SCRIPTS: dict[str, tuple[Any, Script]] = {
     each.__name__: (lambda: Tied().double(), each)
     for each in (
         freeze_by_name,
-        decay_by_type,
-        initialise_by_name,
         adapt_head,
         replace_under_all_names,
     )
@@ -205,3 +176,37 @@ def save_untied(rank: int, folder: str) -> None:
 
 def test_a_tie_that_was_undone_is_not_saved_as_one(tmp_path: Path) -> None:
     run_ranks(1, save_untied, str(tmp_path / "saved"))
+
+
+NEW_TIE = "embed.weight and head.weight have become one parameter, and different pipeline ranks hold them"
+
+
+def over_stages(rank: int) -> float:
+    """Ties that are refused on every rank; returns the loss with the remedy, a tie before wrapping."""
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
+    for is_replaced, is_adapted in ((False, False), (True, False), (False, True)):
+        torch.manual_seed(0)
+        training = PipelinedTraining(Plain())
+        training.steps(1)
+        embed, head = training.model.get_submodule("embed"), nn.Linear(WIDTH, VOCABULARY, bias=False)
+        if is_replaced:
+            embed.weight = nn.Parameter(torch.ones(VOCABULARY, WIDTH))
+        if is_adapted:
+            training.model.head = nn.Sequential(head)
+        else:
+            head = training.model.get_submodule("head")  # type: ignore[assignment]  # a Linear
+        head.weight = embed.weight  # type: ignore[assignment]  # a parameter
+        with pytest.raises(RuntimeError, match=NEW_TIE.replace("head", "head.0") if is_adapted else NEW_TIE):
+            training.loss()
+    return PipelinedTraining(tied_before()).loss()
+
+
+def tied_before() -> nn.Module:
+    torch.manual_seed(0)
+    module = Plain()
+    module.head.weight = module.embed.weight
+    return module
+
+
+def test_a_tie_over_stages_is_refused_on_every_rank_and_the_remedy_trains() -> None:
+    assert run_ranks(2, over_stages) == [pytest.approx(Training(tied_before()).loss(), abs=1e-6)] * 2

@@ -1,8 +1,6 @@
 """Split backward: the same bits and the same work as a plain backward, and no memory held afterwards."""
 
-import copy
 import gc
-import importlib.util
 import weakref
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,24 +11,22 @@ import torch
 import torchgen  # type: ignore[import-untyped]
 import yaml  # type: ignore[import-untyped]
 from torch import nn
-from torch.autograd.graph import get_gradient_edge
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from nxdpp.pipeline.backward import split as split_module
 from nxdpp.pipeline.backward import structure
 from nxdpp.pipeline.backward.graph import AT_ONCE, BackwardAnalysis
 from nxdpp.pipeline.backward.split import SplitBackward
-from tests.pipeline.backward.split_and_plain import call, compare, forward, plain, same
+from tests.pipeline.backward.split_and_plain import compare, forward, plain
 from tests.pipeline.backward.stages_of_models import stages_of
 from tests.support.models import make, padded_batch
 
 shown_hooks = pytest.mark.skipif(not structure.HOOKS_ARE_SHOWN, reason="this torch hides hooks: nothing waits")
 
 
-def batches(*shape: int, count: int = 4, values: int = 1) -> list[list[torch.Tensor]]:
+def batches(*shape: int, count: int = 4) -> list[list[torch.Tensor]]:
     generator = torch.Generator().manual_seed(7)
-    return [[torch.randn(*shape, generator=generator) for _ in range(values)] for _ in range(count)]
+    return [[torch.randn(*shape, generator=generator)] for _ in range(count)]
 
 
 class Calls(nn.Module):
@@ -51,16 +47,6 @@ def linear(seed: int = 0, size: int = 4, out: int = 4) -> nn.Linear:
     return nn.Linear(size, out)
 
 
-def compiled_and_last() -> Calls:
-    compiled = torch.compile(nn.Sequential(linear(0), nn.Tanh(), linear(1), nn.GELU()), backend="aot_eager")
-    return Calls(lambda self, x: self.last(self.compiled(x)), compiled=compiled, last=linear(2))
-
-
-def test_no_weight_of_a_stage_with_a_compiled_module_waits() -> None:
-    torch.compiler.reset()
-    assert compare(compiled_and_last(), batches(3, 4)).weight_products == 0
-
-
 def parameter(*shape: int) -> nn.Parameter:
     return nn.Parameter(torch.randn(*shape, generator=torch.Generator().manual_seed(3)))
 
@@ -75,23 +61,6 @@ def test_stages_of_models(name: str) -> None:
         # All weights of a layer wait: at least one product for each weight and microbatch.
         if structure.HOOKS_ARE_SHOWN or number == 0:
             assert found.weight_products >= 3 * 4, number
-
-
-def test_no_weight_waits_where_torch_hides_hooks(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(structure, "HOOKS_ARE_SHOWN", False)
-    model = make("llama", layers=2)
-    model.config.use_cache = False
-    first, *others = stages_of(model, [padded_batch(2, seed=seed) for seed in range(3)], 2)
-    # The first stage has no input-gradients, so that all its weights wait.
-    assert compare(first.module, first.batches, first.run).weight_products >= 3 * 4
-    for stage in others:
-        assert compare(stage.module, stage.batches, stage.run).weight_products == 0
-    structure.warn_of_hidden_hooks.cache_clear()
-    structure.warn_of_hidden_hooks()
-    structure.warn_of_hidden_hooks()
-    assert [f"torch {torch.__version__} does not show" in message for message in caplog.messages] == [True]
 
 
 class Twice(torch.autograd.Function):
@@ -116,41 +85,25 @@ def in_place_on_view(self: Any, x: torch.Tensor) -> Any:
     return self.one(y)
 
 
-PLAIN: dict[str, tuple[Any, int]] = {
-    "layers": (lambda: nn.Sequential(linear(0), nn.GELU(), nn.LayerNorm(4), linear(1)), 1),
-    "in place": (lambda: nn.Sequential(nn.ReLU(inplace=True), linear(), nn.ReLU(inplace=True), linear(1)), 1),
-    "in place on a view": (lambda: Calls(in_place_on_view, one=linear(0), two=linear(1), scale=parameter(2)), 1),
-    "output is a view of an input": (lambda: Calls(lambda m, x: (x.flatten(), m.one(x)), one=linear()), 1),
-    "several in and out": (
-        lambda: Calls(lambda m, x, y: (m.one(x), m.two(y), m.one(x + y)), one=linear(0), two=linear(1)),
-        2,
+PLAIN: dict[str, Any] = {
+    "layers": lambda: nn.Sequential(linear(0), nn.GELU(), nn.LayerNorm(4), linear(1)),
+    "in place": lambda: nn.Sequential(nn.ReLU(inplace=True), linear(), nn.ReLU(inplace=True), linear(1)),
+    "in place on a view": lambda: Calls(in_place_on_view, one=linear(0), two=linear(1), scale=parameter(2)),
+    "output is a view of an input": lambda: Calls(lambda m, x: (x.flatten(), m.one(x)), one=linear()),
+    "no received value used": lambda: Calls(lambda m, x: m.one.weight @ m.one.bias, one=linear()),
+    "used directly and not": lambda: Calls(
+        lambda m, x: ((x * m.w + 1).tanh() * m.w + m.w.exp() * x) * m.w + functional.linear(x, m.w.diag(), m.w),
+        w=parameter(4),
     ),
-    "no received value used": (lambda: Calls(lambda m, x: m.one.weight @ m.one.bias, one=linear()), 1),
-    "used twice at two depths": (lambda: Calls(lambda m, x: m.one(m.one(x).tanh()), one=linear()), 1),
-    "used directly and not": (
-        lambda: Calls(
-            lambda m, x: ((x * m.w + 1).tanh() * m.w + m.w.exp() * x) * m.w + functional.linear(x, m.w.diag(), m.w),
-            w=parameter(4),
-        ),
-        1,
+    "attention to parameters": lambda: Calls(
+        lambda m, x: functional.scaled_dot_product_attention(m.q.expand(2, 1, 3, 4), m.one(x)[:, None], x[:, None]),
+        q=parameter(3, 4),
+        one=linear(),
     ),
-    "own function and others": (
-        lambda: Calls(lambda m, x: m.one(twice(m.one(x), m.w)) @ m.w, one=linear(), w=parameter(4, 4)),
-        1,
-    ),
-    "attention to parameters": (
-        lambda: Calls(
-            lambda m, x: functional.scaled_dot_product_attention(m.q.expand(2, 1, 3, 4), m.one(x)[:, None], x[:, None]),
-            q=parameter(3, 4),
-            one=linear(),
-        ),
-        1,
-    ),
-    "transformer layer": (lambda: nn.TransformerEncoderLayer(4, 2, 8, dropout=0.25, batch_first=True), 1),
-    "lstm": (lambda: nn.LSTM(4, 5, num_layers=2, batch_first=True), 1),
-    "half of it in lower precision": (
-        lambda: Calls(lambda m, x: m.one(x.bfloat16()).float() * m.w, one=linear().bfloat16(), w=parameter(4)),
-        1,
+    "transformer layer": lambda: nn.TransformerEncoderLayer(4, 2, 8, dropout=0.25, batch_first=True),
+    "lstm": lambda: nn.LSTM(4, 5, num_layers=2, batch_first=True),
+    "half of it in lower precision": lambda: Calls(
+        lambda m, x: m.one(x.bfloat16()).float() * m.w, one=linear().bfloat16(), w=parameter(4)
     ),
 }
 
@@ -158,9 +111,9 @@ PLAIN: dict[str, tuple[Any, int]] = {
 def test_plain_modules() -> None:
     module = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(inplace=True), nn.GroupNorm(2, 4))
     compare(module, batches(2, 3, 5, 5))
-    for name, (make_module, values) in PLAIN.items():
+    for name, make_module in PLAIN.items():
         torch.manual_seed(0)
-        assert compare(make_module(), batches(2, 3, 4, values=values)).analyses == 1, name
+        assert compare(make_module(), batches(2, 3, 4)).analyses == 1, name
 
 
 def in_autocast(module: Any, values: Sequence[torch.Tensor]) -> Any:
@@ -199,65 +152,6 @@ def test_recomputes_once_under_checkpointing() -> None:
     backward.input_gradients(microbatch.gradients)
     immediate = {name for name, parameter in module.named_parameters() if parameter.grad is not None}
     assert immediate == {"layer.0.weight", "layer.0.bias", "layer.2.weight", "layer.2.bias"}
-
-
-class Experts(nn.Module):
-    """The values decide which expert runs; the graphs of two experts have the same shape."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.experts = nn.ModuleList([linear(seed) for seed in range(3)])
-        self.extra = linear(9)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        choice = int(x.sum().abs().item() * 10) % 4
-        if choice == 3:
-            return self.extra(self.experts[0](x)).tanh() + self.experts[1](x)  # type: ignore[no-any-return]
-        return self.experts[choice](x).tanh()  # type: ignore[no-any-return]
-
-
-def test_graphs_that_depend_on_the_data() -> None:
-    assert 1 < compare(Experts(), batches(2, 4, count=24)).analyses < 24
-
-
-ALIKE = {
-    "another parameter": lambda m, x: m.two(x.tanh()),
-    "in one more place": lambda m, x: m.one(x.tanh() + m.w),
-    "the same parameter twice": lambda m, x: m.one(m.one(x.tanh())),
-    "two parameters": lambda m, x: m.two(m.one(x.tanh())),
-    "a product of one": lambda m, x: m.one(x * x),
-    "a product of two": lambda m, x: m.one(x * x.tanh()),
-    "of another place": lambda m, x: m.one(x.tanh() * x),
-    "detached": lambda m, x: m.one(x.tanh() * x.detach()),
-    "of parameters": lambda m, x: m.one(x.tanh() * m.w),
-    "of changed parameters": lambda m, x: m.one(x.tanh() * m.w.tanh()),
-    "two outputs": lambda m, x: (m.one(x.tanh()), x * m.w),
-    "the other of two outputs": lambda m, x: (m.one(x.unbind()[0]), m.w * x.unbind()[1]),
-    "the one of two outputs": lambda m, x: (m.one(x.unbind()[1]), m.w * x.unbind()[0]),
-    "computed once, used twice": lambda m, x: [y := m.one(x), y * y][1],
-    "computed twice": lambda m, x: m.one(x) * m.one(x),
-    "a part of a parameter": lambda m, x: x * m.two.weight.unbind()[0],
-    "another part of it": lambda m, x: x * m.two.weight.unbind()[1],
-    "no parameter": lambda m, x: x.tanh(),
-    "no received value": lambda m, x: m.one(m.w.tanh()),
-}
-
-
-@pytest.mark.parametrize("names", [list(ALIKE), list(reversed(ALIKE))], ids=["forwards", "backwards"])
-def test_an_analysis_is_never_used_for_another_graph(names: list[str]) -> None:
-    """Each graph comes after all others in one of the two orders."""
-    analysis = BackwardAnalysis()
-    ((x,),) = batches(2, 4, count=1)
-    for name in [*names, names[0]]:
-        module = Calls(ALIKE[name], one=linear(0), two=linear(1), w=parameter(4))
-        expected = plain(copy.deepcopy(module), [[x]], call)
-        microbatch = forward(module, [x], call, 0)
-        backward = SplitBackward(analysis, microbatch.edges, microbatch.roots)
-        (found,) = backward.input_gradients(microbatch.gradients)
-        backward.weight_gradients()
-        assert same(found, expected.received[0][0]), name
-        for key, value in module.named_parameters():
-            assert same(value.grad, expected.parameters[key]), (name, key)
 
 
 def test_hooks_run_once() -> None:
@@ -338,30 +232,6 @@ def test_no_memory_of_a_microbatch_is_held() -> None:
             assert alive() == set()
     finally:
         gc.enable()
-
-
-def test_what_a_thread_asks_for_comes_again_after_a_split_backward_within_it() -> None:
-    edge = get_gradient_edge(torch.ones(1, requires_grad=True))
-    ran = []
-
-    def outer(_: torch.Tensor) -> None:
-        split_module._run_while_asking_for([edge], lambda _: ran.append("inner"))
-        ran.append(split_module._asked.function)
-
-    split_module._run_while_asking_for([edge], outer)
-    assert ran == ["inner", outer]
-
-
-def test_an_import_within_inference_mode_serves_training() -> None:
-    spec = importlib.util.find_spec("nxdpp.pipeline.backward.split")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    with torch.inference_mode():
-        spec.loader.exec_module(module)
-    called: list[torch.Tensor] = []
-    module._run_while_asking_for([get_gradient_edge(torch.ones(1, requires_grad=True))], called.append)
-    assert called
 
 
 def test_operations_that_compute_all_gradients_at_once_are_known() -> None:

@@ -128,17 +128,3 @@ def test_numbers_bytes_and_saves(tmp_path: Path) -> None:
     assert found[0][0][1] < 0.6 * layers
     tuned = PeftModel.from_pretrained(quantized(tmp_path).unload(), tmp_path / "adapters")
     assert any(bool(value.any()) for name, value in tuned.named_parameters() if "lora_B" in name)
-
-
-def test_a_weight_that_is_not_quantised_yet_is_saved(tmp_path: Path) -> None:
-    saved, loaded = (torch.nn.Linear(4, 4, bias=False) for _ in range(2))
-    for each in (saved, loaded):
-        each.weight = Params4bit(each.weight.data, requires_grad=False)
-    save_checkpoint(str(tmp_path), "last", saved)
-    load_checkpoint(str(tmp_path), "last", loaded)
-    assert torch.equal(saved.weight, loaded.weight)
-    loaded.weight = Params4bit(torch.empty(4, 4, device="meta"), requires_grad=False)
-    with pytest.raises(
-        ValueError, match="weight is a quantized weight on the meta device, and a checkpoint has no values"
-    ):
-        load_checkpoint(str(tmp_path), "last", loaded)

@@ -1,10 +1,6 @@
-"""Moves and conversions of a rank's tree."""
+"""Conversions of a rank's tree that replace parameters."""
 
-import copy
-import gc
-import weakref
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -49,25 +45,3 @@ def test_an_optimizer_of_replaced_parameters_is_refused_before_anything_changes(
     assert [parameter.dtype for parameter in tree.parameters()] == [torch.float32]
     del optimizer
     tree.double()
-
-
-def test_listings_follow_and_keep_nothing_alive() -> None:
-    followed: list[int] = []
-
-    class Follower:
-        def follow(self) -> None:
-            followed.append(1)
-
-    tree, follower = LocalModule(), Follower()
-    tree.run_before_listings(follower.follow)
-    listings: list[Callable[[], Any]] = [tree.parameters, tree.named_buffers, tree.modules, tree.state_dict]
-    for number, listed in enumerate(listings, 1):
-        list(listed())
-        assert len(followed) == number
-    list(copy.deepcopy(tree).parameters())
-    assert len(followed) == number
-    at = weakref.ref(follower)
-    del follower
-    gc.collect()
-    assert at() is None
-    assert list(tree.parameters()) == []

@@ -1,19 +1,15 @@
 """Arguments of the mean over all labels: honoured, or refused with a remedy that works."""
 
-import math
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
-import numpy
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from transformers import LlamaForCausalLM
 
 from nxdpp import NxDPPModel, parallel_state
-from nxdpp.pipeline.loss.item_counts import number_of
 from tests.support.kept_messages import KeptMessages
 from tests.support.models import gradient_differences, make, microbatches, reference
 from tests.support.run_ranks import run_ranks
@@ -34,39 +30,8 @@ def count_all_labels(inputs: dict[str, Any]) -> Any:
     return (inputs["labels"] != -100).sum()
 
 
-class Around(nn.Module):
-    """A module of the user around a transformers model."""
-
-    def __init__(self, model: Any) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, **inputs: Any) -> Any:
-        return self.model(**inputs)
-
-
-class Named(Around):
-    def forward(self, input_ids: Any, labels: Any) -> Any:  # type: ignore[override]
-        return self.model(input_ids=input_ids, labels=labels)
-
-
-class Asking(LlamaForCausalLM):
-    """Its control flow depends on the number of items, which becomes a part of each graph."""
-
-    def forward(self, input_ids: Any = None, labels: Any = None, num_items_in_batch: Any = None, **kwargs: Any) -> Any:
-        if num_items_in_batch is not None and num_items_in_batch < 20:
-            num_items_in_batch = 7.0 * num_items_in_batch
-        return super().forward(input_ids, labels=labels, num_items_in_batch=num_items_in_batch, **kwargs)
-
-
 def own_loss(logits: torch.Tensor, labels: torch.Tensor, vocab_size: int, **_: Any) -> torch.Tensor:
     return F.cross_entropy(logits[:, :-1].reshape(-1, vocab_size), labels[:, 1:].reshape(-1))
-
-
-def asking() -> Asking:
-    model = make("llama", layers=2)
-    model.__class__ = Asking
-    return model  # type: ignore[no-any-return]
 
 
 @pytest.mark.usefixtures("two_stages")
@@ -74,7 +39,6 @@ def test_a_model_that_does_not_divide_by_the_number_of_items_is_refused_at_const
     llama = make("llama", layers=2)
     llama.loss_function = own_loss
     for model, reason in (
-        (Named(make("llama", layers=2)), f"is not that of a transformers model that takes {ITEMS}"),
         (make("bert", layers=2), f"does not divide a sum over labels by {ITEMS}"),
         (llama, f"does not divide a sum over labels by {ITEMS}"),
     ):
@@ -82,31 +46,11 @@ def test_a_model_that_does_not_divide_by_the_number_of_items_is_refused_at_const
         with pytest.raises(ValueError, match=rf"{reason}.*Give count_items_fn"):
             NxDPPModel(model, loss_normalization="tokens")
         assert not any(parameter.is_meta for parameter in parameters), "before anything is changed"
-    for arguments, kind, message in (
-        ({"loss_normalization": "token"}, ValueError, "must be 'microbatch', .* or 'tokens'"),
-        ({"count_items_fn": count_labels}, ValueError, "count_items_fn is for loss_normalization='tokens'"),
-        ({"loss_normalization": "tokens", "count_items_fn": 3}, TypeError, "count_items_fn=3 must be a function"),
-    ):
-        with pytest.raises(kind, match=message):
-            NxDPPModel(make("llama", layers=2), **arguments)
     NxDPPModel(make("bert", layers=2), loss_normalization="tokens", count_items_fn=count_all_labels)
 
 
 def _first(result: Any, microbatch: Any) -> Any:
     return result
-
-
-def test_numbers_of_items() -> None:
-    for value in (3, 3.0, torch.tensor(3), torch.tensor([3.0]), numpy.int64(3), numpy.float32(3)):
-        assert number_of(value, ITEMS) == 3.0
-    others: list[Any] = ["3", None, True, [3], torch.tensor([3, 4]), torch.tensor(True), torch.tensor(3j)]
-    for other in others:
-        with pytest.raises(TypeError, match=f"{ITEMS} must be a number, or a tensor of one element"):
-            number_of(other, ITEMS)
-    for value in (0, -1, math.inf, math.nan, torch.tensor(0)):
-        with pytest.raises(ValueError, match=f"{ITEMS} must be a finite number above 0"):
-            number_of(value, ITEMS)
-    assert number_of(0, ITEMS, positive=False) == 0
 
 
 @pytest.mark.usefixtures("one_rank")
@@ -130,10 +74,6 @@ def test_steps_that_are_refused() -> None:
     with pytest.raises(ValueError, match=f"does not depend on {ITEMS}, and would ignore it. Leave {ITEMS} out"):
         bert.run_train(**batch, num_items_in_batch=5)
     bert.run_train(**batch)
-    # Two numbers.
-    both = NxDPPModel(make("llama", layers=2), **tokens, count_items_fn=count_labels)
-    with pytest.raises(ValueError, match=f"{ITEMS} and count_items_fn exclude each other"):
-        both.run_train(**batch, num_items_in_batch=5)
     # Results of the function.
     results: list[tuple[Any, type[Exception]]] = [(-1, ValueError), ("2", TypeError), (0, ValueError)]
     for result, error in results:
@@ -215,7 +155,6 @@ def train_others() -> None:
     llama = make("llama", layers=2)
     llama.loss_function = own_loss
     check(llama, batch, count_items_fn=count_labels)
-    check(Around(asking()), batch)
     check(make("llama", layers=2), batch, input_names=["input_ids", "labels"], deallocate_pipeline_outputs=True)
 
 

@@ -9,7 +9,6 @@ from torch import nn
 
 from nxdpp import NxDPPModel, parallel_state
 from nxdpp.pipeline.microbatches.batch_dimension import dimensions_of, output_dimension
-from nxdpp.pipeline.microbatches.split_batch import split_batch
 from tests.support.run_ranks import run_ranks
 
 ROWS, TOKENS, WIDTH, VOCABULARY = 8, 12, 16, 20
@@ -85,22 +84,6 @@ def train(rank: int) -> None:
 
 def test_sequences_first_train_as_in_one_process() -> None:
     run_ranks(2, train)
-
-
-def test_values_of_a_dict_are_split_along_dimensions_by_their_names() -> None:
-    batch = {"x": tokens(), "mask": torch.ones(ROWS, TOKENS)}
-    inputs = {"batch": batch, "causal": torch.ones(TOKENS, TOKENS)}
-    names = {"batch['x']": 1}
-
-    parts, are_alike = split_batch(nn.GRU(1, 1), inputs, 4, None, torch.device("cpu"), ["causal"], None, names)
-
-    assert are_alike
-    for number, part in enumerate(parts):
-        assert torch.equal(part["batch['x']"], batch["x"].chunk(4, 1)[number])
-        assert torch.equal(part["batch['mask']"], batch["mask"].chunk(4)[number])
-        assert part["causal"] is inputs["causal"]
-    with pytest.raises(ValueError, match=r"disagree on their batch_dimension, the batch: .*'x'.*: 8, .*'mask'.*: 12"):
-        split_batch(nn.GRU(1, 1), inputs, 4, None, torch.device("cpu"), ["causal"], None, names | {"batch['mask']": 1})
 
 
 def test_dimensions_of_inputs_and_outputs() -> None:

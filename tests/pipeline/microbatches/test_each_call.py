@@ -1,7 +1,5 @@
-"""State of layers and hooks of gradients that act once a microbatch: a first step tells of them; remedies help."""
+"""State of layers and hooks of gradients that act once a microbatch: a first step tells of them."""
 
-import copy
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -78,32 +76,9 @@ def keep() -> KeptMessages:
     return KeptMessages("with each call", "of its gradient")
 
 
-def evaluating(module: nn.Module) -> None:
-    """Keep the state of each layer: the modules that would change it are evaluated."""
-    for each in module.modules():
-        if type(each).__name__ in ("Layer", "Linear"):
-            each.eval()
-
-
-def distance(model: Any, whole: nn.Module, change: Callable[[torch.Tensor], torch.Tensor] | None = None) -> float:
-    """Run a step and one process with the whole batch; return the greatest relative distance of both."""
-    loss = model.run_train(**inputs())
-    expected = means(whole(inputs()["input"]), inputs()["target"])
-    expected.backward()
-    theirs = {name: each.grad for name, each in whole.named_parameters()}
-    found = [float((loss - expected).abs() / expected.abs())]
-    for name, each in model.named_parameters():
-        gradient, other = each.grad, theirs[name]
-        assert gradient is not None
-        assert other is not None
-        ours = gradient if change is None else change(gradient)
-        found.append(float((ours - other).abs().max() / other.abs().max()))
-    return max(found)
-
-
-def states() -> tuple[dict[str, list[str]], float]:
-    """The messages of the steps of each kind, and the greatest distance from one process with a remedy."""
-    kept, said, distances = keep(), {}, []
+def states() -> dict[str, list[str]]:
+    """The messages of the steps of each kind; those of one microbatch have none."""
+    kept, said = keep(), {}
     for kind in (*TOLD, *UNTOLD):
         kept.texts.clear()
         model = wrap(build(kind))
@@ -113,25 +88,18 @@ def states() -> tuple[dict[str, list[str]], float]:
         model.run_train(**inputs())
         model.run_train(**{name: torch.cat((value, value)) for name, value in inputs().items()})
         said[kind] = [*kept.texts]
-        if kind not in TOLD:
-            continue
         kept.texts.clear()
-        # One microbatch, and modules in evaluation mode.
-        distances.append(distance(wrap(build(kind), num_microbatches=1), build(kind)))
-        fixed, whole = build(kind), build(kind)
-        evaluating(fixed)
-        evaluating(whole)
-        distances.append(distance(wrap(fixed), whole))
+        wrap(build(kind), num_microbatches=1).run_train(**inputs())
         assert not kept.texts, kind
-    return said, max(distances)
+    return said
 
 
 def clamped(gradient: torch.Tensor) -> torch.Tensor:
     return gradient.clamp(-LIMIT, LIMIT)
 
 
-def hooks() -> tuple[list[str], list[str], float, float]:
-    """The messages of steps with and without hooks, and the distances of a linear hook and of the remedy."""
+def hooks() -> tuple[list[str], list[str]]:
+    """The messages of steps with hooks of several microbatches, and of one."""
     kept = keep()
     model = wrap(build("none"))
     for each in model.parameters():
@@ -140,21 +108,11 @@ def hooks() -> tuple[list[str], list[str], float, float]:
     model.run_train(**inputs())
     told = [*kept.texts]
     kept.texts.clear()
-    whole = build("none")
-    halved = wrap(copy.deepcopy(whole))
-    for each in (*halved.parameters(), *whole.parameters()):
-        each.register_hook(lambda gradient: gradient / 2)
-    linear = distance(halved, whole)
-    kept.texts.clear()
-    whole = build("none")
-    for each in whole.parameters():
-        each.register_hook(clamped)
-    after = distance(wrap(build("none")), whole, clamped)
     one = wrap(build("none"), num_microbatches=1)
     for each in one.parameters():
         each.register_hook(clamped)
     one.run_train(**inputs())
-    return told, [*kept.texts], linear, after
+    return told, [*kept.texts]
 
 
 def both(rank: int) -> tuple[Any, Any]:
@@ -165,14 +123,13 @@ def both(rank: int) -> tuple[Any, Any]:
 def test_state_and_hooks_that_act_with_each_call_are_told_of_once() -> None:
     by_rank = run_ranks(2, both)
     for kind in (*TOLD, *UNTOLD):
-        texts = [said[kind] for (said, _), _ in by_rank]
+        texts = [said[kind] for said, _ in by_rank]
         assert [len(own) for own in texts] == [kind in TOLD] * 2, (kind, texts)
         if kind in TOLD:
             assert TOLD[kind] in texts[0][0]
             assert "one of 4 microbatches" in texts[0][0]
-    for (_, far), (told, later, linear, after) in by_rank:
+    for _, (told, later) in by_rank:
         assert len(told) == 1
         assert "4 parameters have a hook" in told[0]
         assert "one of 4 microbatches" in told[0]
         assert not later
-        assert max(far, linear, after) < 1e-5

@@ -7,13 +7,10 @@ import torch
 from torch import nn
 
 from nxdpp import NxDPPModel, parallel_state
-from nxdpp.devices.device import Device
-from nxdpp.devices.kinds import KINDS, Kind
 from nxdpp.pipeline.microbatches.rows import (
     check_batch,
     check_kinds,
     check_not_shared,
-    on_device,
     split_inputs,
 )
 from tests.support.run_ranks import run_ranks
@@ -27,12 +24,6 @@ def _split(inputs: dict[str, Any], microbatches: int) -> list[dict[str, Any]]:
     return split_inputs(inputs, microbatches)
 
 
-def _refusal(inputs: dict[str, Any], microbatches: int, kind: type[Exception] = ValueError) -> str:
-    with pytest.raises(kind) as caught:
-        _split(inputs, microbatches)
-    return str(caught.value)
-
-
 def test_tensors_are_split_in_order_and_shared_inputs_go_to_every_microbatch() -> None:
     ids = torch.arange(24).view(6, 4)
     positions = torch.arange(4).unsqueeze(0)
@@ -43,32 +34,6 @@ def test_tensors_are_split_in_order_and_shared_inputs_go_to_every_microbatch() -
     assert torch.equal(torch.cat([part["input_ids"] for part in parts]), ids)
     assert [part["labels"].tolist() for part in parts] == [[0, 1], [2, 3], [4, 5]]
     assert all(part[name] is value for name, value in shared.items() for part in parts)
-
-
-def test_a_batch_that_does_not_divide_is_refused() -> None:
-    one = {"input_ids": torch.zeros(1, 4), "position_ids": torch.zeros(1, 4)}
-    assert _split(one, 1) == [one]
-    assert _split({}, 3) == [{}, {}, {}]
-    for batch, microbatches in ((6, 4), (3, 4), (0, 2), (1, 2)):
-        message = _refusal({"input_ids": torch.zeros(batch, 4), "scale": 2}, microbatches)
-        assert f"a batch of {batch} (input_ids)" in message
-        assert f"num_microbatches={microbatches}" in message
-    message = _refusal(
-        {"input_ids": torch.zeros(4, 4), "labels": torch.zeros(6, 4), "position_ids": torch.zeros(1, 4)}, 2
-    )
-    assert "{'input_ids': 4, 'labels': 6}" in message
-    assert "position_ids" not in message
-
-
-def test_named_inputs_go_whole_to_every_microbatch() -> None:
-    inputs = {"ids": torch.zeros(4, 6), "mask": torch.zeros(6, 6), "weight": torch.zeros(4)}
-
-    assert "shared_inputs=[NAME]" in _refusal(inputs, 2)
-    shared = ["mask", "weight"]
-    check_batch(inputs, 2, shared)
-    parts = split_inputs(inputs, 2, shared)
-    assert [part["ids"].shape[0] for part in parts] == [2, 2]
-    assert all(part[name] is inputs[name] for part in parts for name in shared)
 
 
 def test_tensors_that_may_be_shared_are_a_question() -> None:
@@ -91,66 +56,6 @@ def test_tensors_that_may_be_shared_are_a_question() -> None:
         {"hidden": torch.zeros(4, 6, 4), "weight": torch.zeros(4), "scale": torch.zeros(1), "none": None},
     ):
         check_not_shared(usual, 2, set())
-
-
-def test_what_a_batch_of_other_sizes_has_shown_is_no_question() -> None:
-    def sizes(rows: int, tokens: int) -> dict[str, Any]:
-        mask = {"mask": torch.ones(rows, tokens), "alone": torch.ones(1, tokens)}
-        return {"ids": torch.zeros(rows, tokens).long(), "kinds": torch.zeros(rows).long(), **mask}
-
-    of_rows: set[str] = set()
-    with pytest.raises(ValueError, match="so that kinds, mask may"):
-        check_not_shared(sizes(4, 4), 2, of_rows)
-    # Numbers (B, H) do not show how many tokens a row has.
-    check_not_shared({"kinds": torch.zeros(4).long(), "mask": torch.ones(4, 6)}, 2, of_rows)
-    assert not of_rows
-    check_not_shared(sizes(4, 6), 2, of_rows)
-    assert of_rows == {"ids", "kinds", "mask"}
-    check_not_shared(sizes(4, 4), 2, of_rows)
-    with pytest.raises(ValueError, match="so that weight may"):
-        check_not_shared(sizes(4, 4) | {"weight": torch.ones(4)}, 2, of_rows)
-
-
-def test_tensors_in_host_memory_are_moved_once_each(monkeypatch: pytest.MonkeyPatch) -> None:
-    copied: list[torch.Tensor] = []
-
-    class Other(Device):
-        def from_host(self, tensor: torch.Tensor) -> torch.Tensor:
-            copied.append(tensor)
-            return torch.empty_like(tensor, device="meta")
-
-    monkeypatch.setitem(KINDS, "meta", Kind(Other, "gloo"))
-    shared, own, there = torch.zeros(1), [torch.zeros(2), torch.ones(2)], torch.zeros(2, device="meta")
-    parts: list[dict[str, Any]] = [{"shared": shared, "own": part, "there": there, "flag": True} for part in own]
-    check_kinds({"shared": shared}, torch.device("cuda"))
-    moved = on_device(parts, there.device)
-    assert [id(tensor) for tensor in copied] == [id(shared), id(own[0]), id(own[1])]
-    assert all(part[name].is_meta for part in moved for name in ("shared", "own", "there"))
-    assert moved[0]["shared"] is moved[1]["shared"]
-    assert moved[0]["there"] is there
-    assert moved[0]["flag"] is True
-    assert on_device(moved, there.device) is moved
-
-
-def test_another_type_or_device() -> None:
-    assert "input past is a dict" in _refusal({"past": {"a": torch.zeros(2)}}, 1, TypeError)
-    message = _refusal({"input_ids": torch.zeros(4, device="meta")}, 2)
-
-    assert "input input_ids is on meta, and has no values" in message
-    assert "device=nxdpp.parallel_state.local_device()" in message
-    with pytest.raises(ValueError, match=r"input x is on cpu, but this rank's stage is on meta. .*\.to\('meta'\)"):
-        check_kinds({"x": torch.zeros(4)}, torch.device("meta"))
-
-
-def test_a_tensor_with_gradients_is_an_input_without_them_or_detached() -> None:
-    computed = torch.ones(4, 2, requires_grad=True) * 2
-    assert "hidden was computed with gradients (MulBackward0) outside the model" in _refusal({"hidden": computed}, 2)
-    assert len(_split({"hidden": computed.detach()}, 2)) == 2
-    leaf = torch.ones(4, 2, requires_grad=True)
-    assert "hidden requires gradients outside the model" in _refusal({"hidden": leaf}, 2)
-    assert len(_split({"hidden": leaf.detach()}, 2)) == 2
-    with torch.no_grad():
-        assert len(_split({"hidden": computed, "leaf": leaf}, 2)) == 2
 
 
 class Layer(nn.Linear):

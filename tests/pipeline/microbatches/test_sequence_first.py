@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from nxdpp import NxDPPModel, parallel_state
 from nxdpp.pipeline.microbatches.sequence_first import check_not_sequence_first
-from tests.support.models import llama
 from tests.support.run_ranks import run_ranks
 
 ROWS, TOKENS, WIDTH, VOCABULARY = 4, 6, 8, 11
@@ -174,32 +173,3 @@ def test_what_may_be_of_all_rows_is_no_evidence() -> None:
 def test_sizes_and_labels_that_tell_the_rows_are_no_question() -> None:
     for inputs in CLEAR.values():
         check_not_sequence_first(Encoder(), inputs, 4, set())
-
-
-def test_numbers_of_rows_and_tokens_are_no_table() -> None:
-    inputs = {"x": X, "target": X, "table": torch.ones(8, 12), "positions": tokens(8, 3)}
-    with pytest.raises(ValueError, match=r"batch_dimension=1, shared_inputs=\['positions'\]\) splits"):
-        check_not_sequence_first(Encoder(), inputs, 4, set())
-
-
-def test_states_are_a_question_where_rows_are_as_many_as_layers() -> None:
-    inputs = {"x": tokens(4, 6), "labels": tokens(4), "states": torch.ones(4, 4, WIDTH)}
-    with pytest.raises(ValueError, match=r"states \(4, 4, 8\) may be states .*\{'states': 1\}.* \{'states': 0\}"):
-        check_not_sequence_first(Recurrents(), inputs, 2, set())
-    check_not_sequence_first(Recurrents(), inputs | {"states": torch.ones(4, 4, WIDTH + 1)}, 2, set())
-    check_not_sequence_first(Recurrents(), {"x": tokens(4, 6), "states": torch.ones(4, 5, WIDTH)}, 2, set())
-
-
-def test_a_batch_with_one_reading_answers_for_later_ones() -> None:
-    module, shown = Encoder(), set[str]()
-    both = {"x": tokens(12, 8), "y": tokens(12, 8)}
-
-    with pytest.raises(ValueError, match="fit two readings"):
-        check_not_sequence_first(module, both, 4, shown)
-    check_not_sequence_first(llama(2), both, 4, shown)
-    check_not_sequence_first(module, {"x": X, "labels": tokens(8)}, 4, shown)
-    check_not_sequence_first(module, {"x": tokens(8, 8), "labels": tokens(8)}, 4, shown)
-    with pytest.raises(ValueError, match=r"y \(12, 8\)"):
-        check_not_sequence_first(module, both, 4, shown)
-    check_not_sequence_first(module, {"x": X, "y": tokens(8, 3)}, 4, shown)
-    check_not_sequence_first(module, both, 4, shown)

@@ -110,14 +110,6 @@ def test_inputs_of_other_first_dimensions_name_the_remedy() -> None:
         split_batch(Packed(), batch(), 2, None, CPU)
 
 
-def test_flat_targets_beside_rows_name_their_shape() -> None:
-    inputs = {"ids": torch.zeros(6, 4), "targets": torch.zeros(24)}
-    with pytest.raises(
-        ValueError, match=r"as many values as ids has tokens.*Give targets\.reshape\(ids\.shape\[:2\]\)"
-    ):
-        split_batch(Packed(), inputs, 2, None, CPU)
-
-
 @pytest.mark.parametrize(
     ("function", "kind", "message"),
     [
@@ -140,7 +132,3 @@ def test_shared_inputs_that_cannot_be_are_refused() -> None:
         check(shared_inputs=["sequences"])
     with pytest.raises(ValueError, match="split_inputs_fn and shared_inputs exclude each other"):
         check(shared_inputs=["sequence"], split_inputs_fn=by_sequences)
-    with pytest.raises(TypeError, match=r"shared_inputs=\['sequence'\]"):
-        check(shared_inputs="sequence")
-    with pytest.raises(TypeError, match="split_inputs_fn='rows' must be a function"):
-        check(split_inputs_fn="rows")

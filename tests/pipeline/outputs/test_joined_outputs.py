@@ -1,77 +1,12 @@
-"""The output of a batch from those of its microbatches, by the rule for values that are rows and that are none."""
-
-from collections.abc import Sequence
+"""The output of a batch from those of its microbatches, for values that are rows and that are none."""
 
 import pytest
 import torch
 from torch import nn
 
 from nxdpp import NxDPPModel, parallel_state
-from nxdpp.pipeline.microbatches.batch_dimension import value_counts
-from nxdpp.pipeline.outputs.joined_outputs import join_outputs
 from tests.support.models import make, padded_batch, reference
 from tests.support.run_ranks import run_ranks
-
-ROWS = 2, 2, 1
-
-
-def _full(rows: int, number: int) -> torch.Tensor:
-    return torch.full((rows, 3), float(number))
-
-
-def _counts(rows: Sequence[int], length: int = 4) -> list[dict[tuple[str, int], int]]:
-    """Counts of microbatches of tokens (rows, length)."""
-    return [value_counts({"ids": torch.zeros(own, length)}, None, None) for own in rows]
-
-
-def test_values_that_are_no_rows_are_one_or_a_list() -> None:
-    mask = torch.ones(3, 3)
-    outputs = [{"mask": mask.clone(), "norm": torch.full((3,), float(i)), "n": i} for i in range(3)]
-    joined = join_outputs(outputs, _counts(ROWS))
-    assert torch.equal(joined["mask"], mask)
-    assert [each.tolist() for each in joined["norm"]] == [[i] * 3 for i in range(3)]
-    assert joined["n"] == [0, 1, 2]
-    # Microbatches of other lengths.
-    joined = join_outputs([torch.ones(2, 4), torch.ones(2, 5)], _counts([2, 2]))
-    assert [tuple(each.shape) for each in joined] == [(2, 4), (2, 5)]
-    # More images than rows.
-    images = [{"ids": torch.zeros(2, 4), "images": torch.zeros(own, 3)} for own in (3, 5)]
-    joined = join_outputs(
-        [(torch.ones(own, 4), torch.ones(2, 1)) for own in (3, 5)], [value_counts(each, None, None) for each in images]
-    )
-    assert [tuple(each.shape) for each in joined] == [(8, 4), (4, 1)]
-    assert join_outputs([(torch.ones(2),), (torch.ones(2), None)], _counts([2, 2]))[1][1] is None
-
-
-def test_sizes_that_rows_divide_are_no_rows() -> None:
-    masks, norms = [torch.eye(8)] * 2, [torch.full((4,), float(i)) for i in range(2)]
-    flat = [torch.full((6, 5), float(i)) for i in range(2)]
-    mask, norm, joined = join_outputs([*zip(masks, norms, flat, strict=True)], _counts([2, 2], 3))
-    assert torch.equal(mask, torch.eye(8))
-    assert [each.tolist() for each in norm] == [[0] * 4, [1] * 4]
-    assert joined[:, 0].tolist() == [0] * 6 + [1] * 6
-    # A mask (T, T) of one row is as large as its positions; of as many rows, what the graph tells.
-    assert torch.equal(join_outputs([torch.eye(3)] * 2, _counts([1, 1], 3)), torch.eye(3))
-    assert join_outputs([torch.eye(2)] * 2, _counts([2, 2])).shape == (4, 2)
-    assert torch.equal(join_outputs([torch.eye(2)] * 2, _counts([2, 2]), None, [True]), torch.eye(2))
-    assert join_outputs([_full(2, i) for i in range(2)], _counts([2, 2]), None, [True]).shape == (4, 3)
-    # Along dimension 1: a mask has no rows there.
-    turned = [value_counts({"x": torch.zeros(5, 2)}, 1, None)] * 2
-    assert torch.equal(join_outputs([torch.eye(5)] * 2, turned, 1), torch.eye(5))
-    assert join_outputs([torch.ones(5, 2)] * 2, turned, 1).shape == (5, 4)
-    assert len(join_outputs([torch.full((10,), float(i)) for i in range(2)], turned, 1)) == 2
-
-
-def test_a_value_that_some_microbatches_lack_is_a_list() -> None:
-    rows = [{"rows": _full(2, 0), "images": torch.ones(3)}, {"rows": _full(2, 1)}]
-    joined = join_outputs(rows, _counts([2, 2]))
-    assert joined["rows"].tolist() == [[0] * 3] * 2 + [[1] * 3] * 2
-    assert [each if each is None else each.tolist() for each in joined["images"]] == [[1, 1, 1], None]
-    # Equal names, and another number of values below one of them.
-    deep = [{"rows": _full(2, 0), "states": (1,)}, {"rows": _full(2, 1), "states": (1, 2)}]
-    joined = join_outputs(deep, _counts([2, 2]))
-    assert joined["rows"].shape == (4, 3)
-    assert joined["states"] == [(1,), (1, 2)]
 
 
 class Statistics(nn.Module):

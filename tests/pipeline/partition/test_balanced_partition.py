@@ -136,43 +136,16 @@ def test_cuts_follow_costs_and_memory() -> None:
         assert limits == (["model.layers.3"], ["model.layers.2"])
 
 
-def _cuts_within(limit: int, **arguments: Any) -> list[str]:
-    """Cuts of the first of two pipeline ranks, in a job of four replicas that does not run."""
-    ids = torch.empty(2, 16, dtype=torch.int64, device="meta")
-    batch = {"input_ids": ids, "labels": ids}
-    parallel_state.initialize_debug(pipeline_model_parallel_size=2, data_parallel_size=4)
-    try:
-        return NxDPPModel(
-            llama(8),
-            num_microbatches=4,
-            partition="balanced",
-            partition_batch=batch,
-            partition_memory_limit=limit,
-            **arguments,
-        ).pipeline_cuts
-    finally:
-        parallel_state.destroy_model_parallel()
-
-
-def test_a_memory_limit_counts_the_state_that_replicas_share() -> None:
-    with pytest.raises(ValueError, match="no cut over 2 stages fits"):
-        _cuts_within(1_000_000)
-
-    assert _cuts_within(1_000_000, use_zero1_optimizer=True) == ["model.layers.3"]
-
-
 BATCH = {"input_ids": torch.empty(1, 8, dtype=torch.int64, device="meta")}
 
 
 @pytest.mark.parametrize(
     ("partition", "batch", "limit", "cuts", "message"),
     [
-        ("best", None, None, None, "'even', 'balanced'"),
         ("balanced", None, None, None, "needs partition_batch"),
         ("balanced", {**BATCH, "use_cache": False}, None, None, r"other values: \['use_cache'\]"),
         ("balanced", BATCH, None, ["model.layers.0"], "pipeline_cuts exclude each other"),
         ("even", None, 10, None, "consider no memory"),
-        ("balanced", BATCH, 1.5, None, "whole number of bytes"),
     ],
 )
 def test_contradicting_arguments(partition: str, batch: Any, limit: Any, cuts: Any, message: str) -> None:

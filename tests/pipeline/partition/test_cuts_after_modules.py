@@ -33,12 +33,6 @@ def _debug() -> Iterator[None]:
     parallel_state.destroy_model_parallel()
 
 
-def test_a_plain_model_is_exact() -> None:
-    cuts = ["embedding", "blocks.1", "norm"]
-    pipeline = assert_exact(Plain(), {"x": torch.randn(4, WIDTH)}, "Block", cuts=cuts)
-    assert pipeline.partition.cuts == cuts
-
-
 def test_a_llama_is_exact() -> None:
     pipeline = assert_exact(make("llama"), padded_batch(4), cuts=["model.embed_tokens", "model.layers.0", "model.norm"])
     assert pipeline.partition.parameters_of(0) == ["model.embed_tokens.weight"]

@@ -1,12 +1,9 @@
 """Split of a graph into stages: boundary tensors, recomputed values, and equality with the model."""
 
-from typing import Any
-
 import pytest
 import torch
 from torch import nn
 
-from nxdpp.pipeline.stages.split import plan_stages
 from tests.support.in_process import InProcessPipeline
 from tests.support.traced_models import ARCHITECTURES, PlainLayer, PlainModel, make_inputs, make_model, options_for
 
@@ -32,18 +29,6 @@ def test_one_tensor_crosses_each_boundary_and_the_stages_together_equal_the_mode
     expected = model(**inputs)
     assert torch.equal(output.logits, expected.logits)
     assert torch.equal(output.loss, expected.loss)
-
-
-@pytest.mark.parametrize("architecture", ["llama", "bert"])
-def test_other_inputs_have_the_same_boundaries(architecture: str) -> None:
-    model = make_model(architecture)
-    embeds = torch.randn(2, 10, 32, generator=torch.Generator().manual_seed(2))
-    inputs = {"inputs_embeds": embeds, "attention_mask": make_inputs(architecture)["attention_mask"]}
-
-    chain = InProcessPipeline(model, 3, inputs)
-
-    assert [(source, destination) for _, source, destination in chain.boundary_tensors] == [(0, 1), (1, 2)]
-    assert torch.equal(chain.forward(inputs).logits, model(**inputs).logits)
 
 
 class SkipConnection(PlainModel):
@@ -104,48 +89,3 @@ def test_values_of_inputs_and_buffers_are_recomputed() -> None:
     assert [(source, destination) for _, source, destination in chain.boundary_tensors] == [(0, 1), (1, 2), (2, 3)]
     assert [plan.inputs for plan in chain.plans] == [["x"]] * 4
     assert torch.equal(chain.forward({"x": x}), model(x))
-
-
-class DropoutOutside(PlainModel):
-    """A model with dropout outside the layers, which one stage draws and sends."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        noise = nn.functional.dropout(x, 0.5, training=self.training)
-        hidden = self.embedding(x)
-        for layer in self.layers:
-            hidden = layer(hidden + noise)
-        result: torch.Tensor = self.head(hidden).mean()
-        return result
-
-
-class MakesNoise(PlainModel):
-    """A model whose layers all take noise that depends on no parameter."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        noise = x.new_empty(4).uniform_()
-        hidden = self.embedding(x)
-        for layer in self.layers:
-            hidden = layer(hidden + noise)
-        result: torch.Tensor = self.head(hidden).mean()
-        return result
-
-
-def test_noise_outside_the_layers_is_drawn_once() -> None:
-    for model in (DropoutOutside(), MakesNoise()):
-        x = torch.randn(3, 4)
-        chain = _chain(model, 2, x)
-        torch.manual_seed(1)
-        output = chain.forward({"x": x})
-        torch.manual_seed(1)
-        assert torch.equal(output, model(x))
-
-
-def test_a_value_of_a_later_stage_is_refused() -> None:
-    model = PlainModel()
-    chain = _chain(model, 2, torch.ones(3, 4))
-    backwards: dict[Any, int] = {node: 1 - stage for node, stage in chain.cut.assigned.items()}
-    (result,) = (node for node in chain.cut.traced.graph.nodes if node.name == chain.plans[-1].results[0])
-    backwards[result] = 0
-
-    with pytest.raises(ValueError, match=r"stage 0 needs the value .* of the later stage 1.*pipeline_cuts"):
-        plan_stages(chain.cut.traced, model, backwards, [result], 2)

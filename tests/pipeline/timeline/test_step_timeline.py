@@ -128,17 +128,6 @@ def test_each_replica_has_its_file(tmp_path: Path) -> None:
         assert {event["pid"] for event in computes} == {pipeline}
 
 
-def test_a_pipeline_of_one_rank(tmp_path: Path, one_rank: None) -> None:
-    path = tmp_path / "trace.json"
-    model = NxDPPModel(make("llama", layers=2), num_microbatches=2, trace_file_path=str(path))
-    model.run_train(**padded_batch(2))
-    assert 0.0 < model.last_busy_share <= 1.0
-    # A device that runs operations at once.
-    assert model.last_compile_seconds == 0.0
-    names = [event["name"] for event in load(path) if event.get("cat") == "compute"]
-    assert names == ["F s0 mb0", "B s0 mb0", "F s0 mb1", "B s0 mb1"]
-
-
 def train_until_cut(rank: int, path: str, how: str) -> None:
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=RANKS)
     wrapped = NxDPPModel(make("llama", layers=2), num_microbatches=4, trace_file_path=path)
@@ -168,17 +157,6 @@ def test_the_file_of_a_run_that_is_cut_short_loads(tmp_path: Path, how: str) -> 
     # A failed rank writes its events until then, a killed rank writes none.
     of_broken = [event["name"] for event in events if event["args"]["step"] == 1 and event["tid"] == 1]
     assert of_broken[-1:] == ([] if how == "kill" else ["F s1 mb2"])
-
-
-def train_with_trace_on_first(rank: int, path: str) -> None:
-    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
-    wrapped = NxDPPModel(make("llama", layers=2), num_microbatches=2, trace_file_path=path if rank == 0 else None)
-    wrapped.run_train(**padded_batch(2))
-
-
-def test_a_trace_on_some_ranks_only_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(AssertionError, match=r"writes a timeline: True[\s\S]*writes a timeline: False"):
-        run_ranks(2, train_with_trace_on_first, str(tmp_path / "trace.json"))
 
 
 class _Shifted:

@@ -14,7 +14,7 @@ from nxdpp import GradScaler, NxDPPModel, fully_shard, parallel_state
 from tests.pipeline.runtime.scheduled_models import wrap
 from tests.pipeline.whole.test_missing_gradients import EndsInSomeSteps
 from tests.support import fake_device
-from tests.support.models import gradient_differences, make, padded_batch, reference, train_in_one_process
+from tests.support.models import make
 from tests.support.plain_models import WIDTH
 from tests.support.run_ranks import run_ranks
 
@@ -219,28 +219,3 @@ def test_a_gradient_that_is_missing_after_the_first_step_is_refused() -> None:
     message = "rank 1: .*the loss of this step does not depend on model_blocks_1, .* in the first step it did"
     with pytest.raises(AssertionError, match=f"(?s){message}"):
         run_ranks(2, stops_to_depend)
-
-
-def autocast(rank: int) -> list[tuple[float, float, dict[str, float | None]]]:
-    """Losses of a step in half precision and of plain torch on the same device, and the gradients that differ."""
-    fake_device.install()
-    found = []
-    for name in ("llama", "mixtral"):
-        with started("fake", 2):
-            batch = padded_batch(ROWS)
-            model = NxDPPModel(make(name), num_microbatches=4, broadcast_and_average_loss=True)
-            model.move_model_to_device()
-            whole = reference(make(name)).to("fake")
-            with torch.autocast("fake", dtype=torch.bfloat16):
-                loss = model.run_train(**batch)
-                plain = train_in_one_process(whole, {key: value.to("fake") for key, value in batch.items()}, 4)
-            assert loss is not None
-            found.append((float(loss), float(torch.stack(plain).mean()), gradient_differences(model, whole)))
-    return found
-
-
-def test_autocast_gives_the_bits_of_plain_torch_on_the_device() -> None:
-    for rank in run_ranks(2, autocast):
-        for loss, plain, differences in rank:
-            assert loss == plain
-            assert differences == {}

@@ -1,6 +1,5 @@
 """``loss_fn``: a loss outside of the model has the numbers of one process, bit for bit."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,11 +50,6 @@ def weighted(output: Heads, labels: dict[str, Tensor], weight: float = 1.0) -> T
 
 def of_logits(output: Any, targets: Tensor) -> Tensor:
     return F.cross_entropy(output.logits.flatten(0, 1), targets.flatten())
-
-
-def number_of_targets(inputs: Mapping[str, Any]) -> Tensor:
-    found: Tensor = (inputs["targets"] != -100).sum()
-    return found
 
 
 def classes(rows: int, name: str = "labels") -> dict[str, Any]:
@@ -158,24 +152,6 @@ def test_numbers_are_those_of_one_process() -> None:
         assert found == {name: [] for name in CASES if name != "tied"}
 
 
-def mean_over_tokens(rank: int) -> list[float]:
-    """The loss of all tokens of both replicas: of a step, of an evaluation, and of one process."""
-    parallel_state.initialize_model_parallel()
-    batch = text(8)
-    expected = of_logits(reference(make("llama"))(input_ids=batch["input_ids"]), batch["targets"])
-    settings: dict[str, Any] = {"loss_normalization": "tokens", "count_items_fn": number_of_targets}
-    model = NxDPPModel(
-        make("llama"), num_microbatches=2, loss_fn=of_logits, broadcast_and_average_loss=True, **settings
-    )
-    half = {name: value.chunk(2)[rank] for name, value in batch.items()}
-    return [float(loss) for loss in (model.run_train(**half), model.run_eval(**half), expected)]
-
-
-def test_mean_over_the_tokens_of_all_replicas() -> None:
-    for trained, evaluated, expected in run_ranks(2, mean_over_tokens):
-        assert [trained, evaluated] == pytest.approx([expected] * 2, rel=1e-6)
-
-
 def wrapped(loss_fn: Any = F.cross_entropy, **settings: Any) -> NxDPPModel:
     return NxDPPModel(Classifier(), num_microbatches=2, loss_fn=loss_fn, **settings)
 
@@ -201,17 +177,6 @@ def test_names_of_inputs_are_verified() -> None:
     assert model.run_train(**classes(4, "target")) is not None
     with pytest.raises(ValueError, match="forward needs"):
         model.run_train(target=classes(4)["labels"])
-
-
-@pytest.mark.usefixtures("one_rank")
-def test_a_microbatch_without_labels_is_an_error() -> None:
-    batch = classes(4, "target")
-    batch["target"][:2] = -100
-    with pytest.raises(ValueError, match=r"microbatch 0 of 2 has no label.*all labels of cross_entropy are -100"):
-        wrapped().run_train(**batch)
-    # The remedy of the messages.
-    counted = wrapped(loss_normalization="tokens", count_items_fn=lambda inputs: (inputs["target"] != -100).sum())
-    assert counted.run_train(**batch) is not None
 
 
 def of_trainers(outputs: Any, labels: Tensor, num_items_in_batch: float | None = None) -> Tensor:
@@ -240,8 +205,6 @@ def test_a_function_may_divide_by_the_number_of_items() -> None:
         ({"loss_fn": "mse"}, TypeError, "loss_fn='mse' must be a function of the model's output"),
         ({"loss_fn": nn.Linear(1, 1)}, ValueError, "loss_fn=Linear has parameters"),
         ({"loss_fn": lambda *values: values[0]}, TypeError, "must take the output first"),
-        ({"loss_fn": lambda output, **inputs: output}, TypeError, "inputs by their names: loss_fn=lambda output, la"),
-        ({"loss_fn": F.cross_entropy, "output_loss_value_spec": True}, ValueError, "exclude each other"),
     ],
 )
 def test_functions_that_cannot_be_called_are_refused(

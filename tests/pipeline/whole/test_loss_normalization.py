@@ -61,14 +61,12 @@ def every_schedule() -> None:
 def on_two_ranks(rank: int) -> None:
     start()
     every_schedule()
-    refuse()
     give()
     route()
-    split()
 
 
 def test_every_schedule_has_the_mean_over_all_labels_of_the_batch() -> None:
-    """Also: empty microbatches are refused or counted, and a number that the user gives is not divided again."""
+    """Also: empty microbatches are counted, and a number that the user gives is not divided again."""
     run_ranks(2, on_two_ranks)
 
 
@@ -116,26 +114,6 @@ def test_replicas_share_the_mean() -> None:
     run_ranks(4, replicate)
 
 
-def refuse() -> None:
-    for model in (make("bert", layers=2), mean_model(2)):
-        whole = reference(model)
-        wrapped = wrap(model)
-        empty, full = uneven_batch(ONE_EMPTY), uneven_batch(UNEVEN)
-        if "Bert" in type(model).__name__:
-            # It counts the first label of a row too.
-            empty["labels"][2:4] = -100
-        for run in (wrapped.run_train, wrapped.run_eval):
-            with pytest.raises(ValueError, match=r"microbatch 1 of 4 has no label.*loss_normalization='tokens'"):
-                run(**empty)
-        # Nothing was sent: the next step is that of one process.
-        wrapped.run_train(**full)
-        for part in microbatches(full, COUNT):
-            (whole(**part)["loss"] / COUNT).backward()
-        # BERT's embedding is tied.
-        differences = gradient_differences(wrapped, whole)
-        assert all(distance is not None and distance < NEAR for distance in differences.values()), differences
-
-
 def give() -> None:
     batch = uneven_batch((31, 20, 4))
     for items, rule in ((63, "microbatch"), (torch.tensor(63), "tokens")):
@@ -174,29 +152,3 @@ def route() -> None:
         expected = sum(part.loss for part in parts) - (1 - share) * of_routers
         expected.backward()
         check_near(wrapped, whole, loss, expected, rule)
-
-
-def split() -> None:
-
-    def deal(inputs: dict[str, Any], count: int) -> list[dict[str, Any]]:
-        rows = [slice(number, None, count) for number in range(count)]
-        return [{name: value[row] for name, value in inputs.items()} for row in rows]
-
-    batch = uneven_batch(UNEVEN)
-    model = make("llama", layers=2)
-    whole = reference(model)
-    wrapped = tokens(model, split_inputs_fn=deal, check_against_module="first")
-    expected = whole(**batch)["loss"]
-    expected.backward()
-    check_near(wrapped, whole, wrapped.run_train(**batch), expected, "dealt")
-    # The check against the module weights microbatches as the step does.
-    model = mean_model(2)
-    whole = reference(model)
-    wrapped = tokens(model, check_against_module="first", return_mb_loss=True, broadcast_and_average_loss=False)
-    batch = uneven_batch(ONE_EMPTY)
-    expected = whole(**batch)["loss"]
-    expected.backward()
-    listed = wrapped.run_train(**batch)
-    if isinstance(listed, list):
-        check_near(wrapped, whole, torch.stack(listed).mean(), expected, "listed")
-        assert listed[1] == 0

@@ -1,73 +1,15 @@
-"""Layers hand on named tuples: ``PackedSequence``, whose constructor looks at its tensors, and results of torch."""
+"""Layers hand on named tuples of torch, and return them."""
 
 import copy
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
 from nxdpp import NxDPPModel, parallel_state
-from tests.support.models import gradient_differences
 from tests.support.run_ranks import run_ranks
 
 WIDTH = 4
-
-
-class Recurrent(nn.Module):
-    """An RNN over sentences of different lengths."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.rnn = nn.RNN(WIDTH, WIDTH, batch_first=True)
-
-    def forward(self, packed: PackedSequence) -> Any:
-        return self.rnn(packed)[0]
-
-
-class Packs(nn.Module):
-    """Packs sentences; a module that is one node of the graph."""
-
-    def forward(self, x: Tensor) -> PackedSequence:
-        return pack_padded_sequence(x, torch.tensor([5, 3], device="cpu"), batch_first=True)
-
-
-class Unpacks(nn.Module):
-    def forward(self, packed: PackedSequence) -> Tensor:
-        return pad_packed_sequence(packed, batch_first=True)[0]
-
-
-class OfSentences(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(Recurrent() for _ in range(4))
-        self.packs, self.unpacks = Packs(), Unpacks()
-
-    def forward(self, x: Tensor) -> Tensor:
-        value = self.packs(x)
-        for layer in self.layers:
-            value = layer(value)
-        loss: Tensor = self.unpacks(value).square().sum()
-        return loss
-
-
-def train() -> list[str]:
-    torch.manual_seed(0)
-    module = OfSentences()
-    whole = copy.deepcopy(module)
-    x = torch.randn(4, 5, WIDTH)
-    leaves = [Packs, Unpacks]
-    wrapped = NxDPPModel(module, Recurrent, 2, leaf_module_cls=leaves, broadcast_and_average_loss=True)
-    different: list[str] = []
-    for _ in range(2):
-        loss = wrapped.run_train(x=x)
-        losses = []
-        for part in x.chunk(2):
-            losses.append(whole(part))
-            (losses[-1] / 2).backward()
-        different += [] if torch.equal(loss, torch.stack(losses).mean()) else ["loss"]
-        different += gradient_differences(wrapped, whole)
-    return different
 
 
 class Best(nn.Module):
@@ -128,7 +70,7 @@ def train_results(schedule: str) -> list[str]:
 
 def train_all(rank: int) -> list[str]:
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
-    return train() + train_results("1f1b") + train_results("zb-v")
+    return train_results("1f1b") + train_results("zb-v")
 
 
 def test_as_in_one_process() -> None:

@@ -14,11 +14,6 @@ CASES = {
         "in run_eval step 1 (number of items of an evaluation), and data-parallel rank 1 (rank 1) in run_train step 3",
         "in run_eval step 1 (number of items of an evaluation), and data-parallel rank 1 (rank 3) in run_train step 3",
     ),
-    "load": (
-        "data-parallel rank 1 (rank 1) has other parameters",
-        "data-parallel rank 1 (rank 3) has other parameters",
-    ),
-    "skip": ("a data-parallel replica is in training step 3, and another in training step 5",),
     "models": ("pipeline rank 0 (rank 0): number of the wrapped model: 2", "(rank 1): number of the wrapped model: 2"),
 }
 

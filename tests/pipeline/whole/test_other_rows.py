@@ -1,11 +1,8 @@
 """Ranks whose rows differ are told of the generators that may have moved on one of them."""
 
-import numpy
 import pytest
 import torch
-from torch import nn
 
-from nxdpp import NxDPPModel, parallel_state
 from tests.pipeline.whole.test_random_numbers import wrapped
 from tests.support.run_ranks import run_ranks
 
@@ -49,33 +46,3 @@ def drawn_by_one_rank(rank: int) -> None:
 def test_the_rank_whose_generator_alone_has_moved_is_named() -> None:
     with pytest.raises(AssertionError, match=r"Since then only pipeline rank 1 \(rank 1\) has drawn from them"):
         run_ranks(2, drawn_by_one_rank)
-
-
-class ByNumpy(nn.Linear):
-    """A layer that drops its output at random, by NumPy."""
-
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        return super().forward(input) * float(numpy.random.rand() < 2)
-
-
-def drawn_by_numpy(rank: int, remedy: bool) -> int:
-    """Steps on rows drawn by NumPy, of whose generator the last stage draws."""
-    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2, hang_timeout=60)
-    torch.manual_seed(0)
-    numpy.random.seed(0)
-    generator = numpy.random.default_rng(0)
-    layers = [nn.Sequential(nn.Linear(8, 8)), nn.Sequential(ByNumpy(8, 8))]
-    model = NxDPPModel(
-        nn.Sequential(*layers), transformer_layer_cls=nn.Sequential, loss_fn=lambda output: output.mean()
-    )
-    for _ in range(3):
-        rows = generator.random((4, 8)) if remedy else numpy.random.random((4, 8))
-        model.run_train(input=torch.from_numpy(rows).float())
-    return 3
-
-
-def test_a_layer_that_draws_by_numpy_is_a_cause_of_other_rows() -> None:
-    words = r"(?s)other values of input.*numpy, without a seed or where a layer .*numpy\.random\.default_rng\(seed\)"
-    with pytest.raises(AssertionError, match=words):
-        run_ranks(2, drawn_by_numpy, False)
-    assert run_ranks(2, drawn_by_numpy, True) == [3] * 2

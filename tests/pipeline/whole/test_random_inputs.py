@@ -13,6 +13,7 @@ from tests.support.plain_models import Base, Block
 
 FUNCTIONS: dict[str, Callable[[Any], Any]] = {
     "attention": lambda x: F.scaled_dot_product_attention(x[None], x[None], x[None], dropout_p=0.5)[0],
+    "a function": lambda x: F.dropout(x, 0.5),
     "a method": lambda x: torch.empty_like(x).random_(0, 5),
     "a module made in forward": lambda x: nn.Dropout(0.5)(x),
 }

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import T5Config, T5ForConditionalGeneration
 
 from nxdpp import NxDPPModel, apply_checkpoint, parallel_state
 from nxdpp.schedules.families.registry import FAMILIES
@@ -107,47 +106,6 @@ def evaluate() -> None:
                 continue
             for key, join in (("early", torch.cat), ("late", torch.cat), ("sum", torch.stack)):
                 assert torch.equal(result[key], join([part[key] for part in expected]))
-
-
-def huggingface() -> None:
-    batch = padded_batch(6)
-    for name, kind in (("interleaved", "tied_llama"), ("zb-v", "gpt2")):
-        model = make_huggingface(kind)
-        whole = reference(model)
-        wrapped = NxDPPModel(model, num_microbatches=3, schedule=name, broadcast_and_average_loss=True)
-        for _ in range(2):
-            loss = wrapped.run_train(**batch)
-            losses = train_in_one_process(whole, batch, 3)
-            assert isinstance(loss, torch.Tensor)
-            assert torch.equal(loss, torch.stack(losses).mean()), "on every rank"
-        differences = gradient_differences(wrapped, whole)
-        tied = {"model.embed_tokens.weight", "transformer.wte.weight", "lm_head.weight"}
-        assert set(differences) <= tied, (name, kind, differences)
-        assert all(distance is not None and distance < 1e-6 for distance in differences.values())
-
-
-def encoder_and_decoder() -> None:
-    sizes: dict[str, Any] = {"vocab_size": 61, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_heads": 4, "num_layers": 2}
-    torch.manual_seed(1)
-    model = T5ForConditionalGeneration(T5Config(**{**sizes, "dropout_rate": 0.0, "decoder_start_token_id": 0}))
-    whole = reference(model)
-    wrapped = NxDPPModel(model, num_microbatches=3, schedule="zb-v")
-    batch = padded_batch(6)
-    wrapped.run_train(**batch)
-    train_in_one_process(whole, batch, 3)
-    differences = gradient_differences(wrapped, whole)
-    # Both decoder layers use the encoder's output; both stacks and the head use the embedding.
-    assert all(distance is not None and distance < 1e-5 for distance in differences.values()), differences
-
-
-def transformers(rank: int) -> None:
-    start(2)
-    huggingface()
-    encoder_and_decoder()
-
-
-def test_tied_embeddings_on_two_ranks_and_on_one_and_an_encoder_that_several_stages_use() -> None:
-    run_ranks(2, transformers)
 
 
 OPTIONS = {

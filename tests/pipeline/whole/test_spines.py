@@ -13,7 +13,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from nxdpp.tracing.graph.errors import TracingError
 from tests.support.exact import assert_exact
 from tests.support.plain_models import WIDTH, Base
 
@@ -42,17 +41,6 @@ class Spine(Base):
         return hidden
 
 
-class Scaled(nn.Module):
-    """A loss that holds a traced value."""
-
-    def __init__(self, scale: Tensor) -> None:
-        super().__init__()
-        self.scale = [scale]
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        return (hidden * self.scale[0]).square().mean()
-
-
 def _ignores_an_index(self: Spine, x: Tensor) -> Tensor:
     # As the heads of transformers for question answering do.
     logits = self.head(self.hidden(x)).squeeze(-1)
@@ -61,28 +49,8 @@ def _ignores_an_index(self: Spine, x: Tensor) -> Tensor:
     return loss
 
 
-def _weighs_by_a_buffer(self: Spine, x: Tensor) -> Tensor:
-    loss = nn.CrossEntropyLoss(weight=self.weight)
-    result: Tensor = loss(self.hidden(x).flatten(0, 1), x.argmax(-1).flatten())
-    return result
-
-
-def _weighs_by_hidden_states(self: Spine, x: Tensor) -> Tensor:
-    hidden = self.hidden(x)
-    result: Tensor = nn.Sequential(nn.Flatten(0, 1), Scaled(hidden.mean(-2)[:1]))(hidden)
-    return result
-
-
-@pytest.mark.parametrize(
-    "spine",
-    [
-        _ignores_an_index,
-        _weighs_by_a_buffer,
-        _weighs_by_hidden_states,
-    ],
-)
-def test_a_module_made_in_forward_holds_traced_values(spine: Forward) -> None:
-    assert_exact(Spine(spine), {"x": X}, "Block")
+def test_a_module_made_in_forward_holds_traced_values() -> None:
+    assert_exact(Spine(_ignores_an_index), {"x": X}, "Block")
 
 
 Number = Callable[[Tensor, int], Any]
@@ -126,34 +94,8 @@ def _rearranges(self: Spine, x: Tensor) -> Tensor:
     return result
 
 
-def _packs(self: Spine, x: Tensor) -> Tensor:
-    hidden = self.hidden(x)
-    packed, shapes = einops.pack([hidden, hidden[:, 0]], "b * d")
-    first, second = einops.unpack(packed, shapes, "b * d")
-    result: Tensor = first.square().mean() + second.mean() * einops.parse_shape(hidden, "b t _")["t"]
-    return result
-
-
-def _multiplies(self: Spine, x: Tensor) -> Tensor:
-    hidden = einops.einsum(self.hidden(x), self.head.weight, "b t d, e d -> b t e")
-    result: Tensor = einops.reduce([hidden, hidden * 2], "k b (t s) e -> b t", "max", s=2).mean()
-    return result
-
-
-@pytest.mark.parametrize("spine", [_rearranges, _packs, _multiplies])
-def test_einops(spine: Forward) -> None:
-    assert_exact(Spine(spine), {"x": X}, "Block")
-
-
-def test_a_change_of_a_rearranged_view_is_not_lost() -> None:
-
-    def spine(self: Spine, x: Tensor) -> Tensor:
-        hidden = self.hidden(x) * 1
-        einops.rearrange(hidden, "b t c -> t b c")[0] = 0.0
-        return hidden.square().mean()
-
-    with pytest.raises(TracingError, match="in place"):
-        assert_exact(Spine(spine), {"x": X}, "Block")
+def test_einops() -> None:
+    assert_exact(Spine(_rearranges), {"x": X}, "Block")
 
 
 # Of hidden states, asked by code of this module and of another one, in which ``isinstance`` is Python's own.
@@ -170,15 +112,16 @@ QUESTIONS: dict[str, Callable[[Any], bool]] = {
 }
 
 
-@pytest.mark.parametrize("question", QUESTIONS.values(), ids=QUESTIONS.keys())
 @pytest.mark.parametrize("elsewhere", [False, True])
-def test_a_traced_value_answers_as_the_value(question: Callable[[Any], bool], elsewhere: bool) -> None:
+def test_a_traced_value_answers_as_the_value(elsewhere: bool) -> None:
     space: dict[str, Any] = {"__name__": "elsewhere", "WIDTH": WIDTH, "torch": torch}
-    ask = FunctionType(question.__code__, {**globals(), **space}) if elsewhere else question
+    asks = [FunctionType(each.__code__, {**globals(), **space}) if elsewhere else each for each in QUESTIONS.values()]
 
     def spine(self: Spine, x: Tensor) -> Tensor:
         hidden = self.hidden(x)
-        factor = (2 if ask(hidden) else 3) * (5 if ask(self.scale) else 7) * (11 if ask(x) else 13)
-        return hidden.square().mean() * factor
+        result: Tensor = hidden.square().mean()
+        for value in (hidden, self.scale, x):
+            result = result * (1 + sum(2**number for number, ask in enumerate(asks) if ask(value)))
+        return result
 
     assert_exact(Spine(spine), {"x": X}, "Block")

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from nxdpp import NxDPPModel, parallel_state
 from nxdpp.pipeline.microbatches.split_batch import split_batch
-from nxdpp.tracing.models.image_rows import first_rows, split_images
+from nxdpp.tracing.models.image_rows import split_images
 from tests.support.in_process import InProcessPipeline
 from tests.support.run_ranks import run_ranks
 from tests.support.vision_language import IMAGE, ROWS, SIDE, make_vision_language, pixels, tokens
@@ -49,7 +49,7 @@ def _tied(model: Any) -> str | None:
 
 @pytest.mark.parametrize(
     ("name", "is_mixed"),
-    [("blip2", False), ("gemma3", True), ("idefics3", True), ("paligemma", False), ("qwen3_vl", True)],
+    [("blip2", False), ("gemma3", True), ("qwen3_vl", True)],
 )
 def test_loss_and_gradients_with_images_are_those_of_one_process(name: str, is_mixed: bool) -> None:
     model, batch = (with_mixed_rows if is_mixed else make_vision_language)(name)
@@ -63,22 +63,6 @@ def test_loss_and_gradients_with_images_are_those_of_one_process(name: str, is_m
     assert all(torch.equal(a, b) for a, b in zip(ours, losses, strict=True))
     assert any("vis" in key for key in gradients)
     _assert_equal(_gradients(model), gradients, _tied(model))
-
-
-def test_a_tower_that_is_registered_last_is_on_the_first_stage() -> None:
-    model, batch = make_vision_language("llava")
-    inner: Any = model.model
-    for name in ("vision_tower", "multi_modal_projector"):
-        inner._modules[name] = inner._modules.pop(name)
-    losses, gradients = _reference(model, batch, 2)
-
-    pipeline = InProcessPipeline(model, 3)
-
-    assert next(iter(inner._modules)) == "language_model"
-    assert all(torch.equal(a, b) for a, b in zip(pipeline.train(batch, 2), losses, strict=True))
-    _assert_equal(_gradients(model), gradients, None)
-    owners = pipeline.partition.owners
-    assert all(owners[name] == {0} for name in owners if "vision_tower" in name or "projector" in name)
 
 
 def test_layers_of_both_towers_are_cut_with_a_given_batch() -> None:
@@ -107,34 +91,15 @@ def test_images_of_several_rows_go_with_their_rows() -> None:
     assert [len(part["pixel_values"]) for part in parts] == [16, 16, 32, 16]
     assert torch.equal(torch.cat([part["pixel_values"] for part in parts]), batch["pixel_values"])
 
-
-def test_tokens_beside_those_of_the_patches_are_split_by_rows() -> None:
-    """The lines of an image may have tokens of their own (HunYuan-VL)."""
-    model, batch = make_vision_language("qwen2_vl")
+    # Images of two sizes beside tokens of their own: which tokens are whose?
     ids = batch["input_ids"].clone()
     ids[ids == IMAGE] = 50
     ids[:, 2:8] = IMAGE
-    one_each = {
-        "input_ids": ids,
-        "pixel_values": batch["pixel_values"][:64],
-        "image_grid_thw": torch.tensor([[1, 4, 4]] * 4),
-    }
-
-    parts, _ = split_batch(model, one_each, 2, None, CPU)
-    assert [len(part["image_grid_thw"]) for part in parts] == [2, 2]
-
-    # Two equal images in row 0, and none in row 1.
-    ids[0, 8:14], ids[1, 2:8] = IMAGE, 50
-    parts, _ = split_batch(model, one_each, 2, None, CPU)
-    assert [len(part["image_grid_thw"]) for part in parts] == [2, 2]
-    ids[2, 2:8], ids[1, 2:8] = 50, IMAGE
-    parts, _ = split_batch(model, one_each, 2, None, CPU)
-    assert [len(part["pixel_values"]) for part in parts] == [48, 16]
-
-    # Images of two sizes: which tokens are whose?
+    ids[0, 8:14], ids[2, 2:8] = IMAGE, 50
     sizes = torch.tensor([[1, 2, 4], [1, 4, 4], [1, 4, 4], [1, 4, 6]])
+    mixed = {"input_ids": ids, "pixel_values": batch["pixel_values"][:64], "image_grid_thw": sizes}
     with pytest.raises(ValueError, match=r"do not tell the rows of pixel_values.*split_inputs_fn"):
-        split_batch(model, {**one_each, "image_grid_thw": sizes}, 2, None, CPU)
+        split_batch(model, mixed, 2, None, CPU)
 
 
 def with_mixed_rows(name: str) -> tuple[Any, dict[str, Tensor]]:
@@ -151,21 +116,6 @@ def with_mixed_rows(name: str) -> tuple[Any, dict[str, Tensor]]:
         # Rows of such models have places for images, which stay empty.
         mixed["pixel_values"][:2] = 0
     return model, mixed
-
-
-def test_first_rows_have_their_own_images() -> None:
-    model, batch = with_mixed_rows("qwen2_vl")
-    own = first_rows(model, batch, 3)
-    assert len(own["input_ids"]) == len(own["labels"]) == 3
-    for key, value in split_images(model, batch, ROWS)[2].items():
-        assert torch.equal(own[key], value)
-    assert "pixel_values" not in first_rows(model, batch, 2)
-    # Without rows all stay, as text.
-    text = first_rows(model, batch, 0)
-    assert text["input_ids"].shape == batch["input_ids"].shape
-    assert not text["input_ids"].eq(IMAGE).any()
-    assert {*text}.isdisjoint(("pixel_values", "image_grid_thw"))
-    assert model(**text).loss.isfinite()
 
 
 def _compare(wrapped: NxDPPModel, whole: Any, batches: list[dict[str, Tensor]]) -> None:
