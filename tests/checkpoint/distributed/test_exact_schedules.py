@@ -19,7 +19,7 @@ from nxdpp.gradients.optimizer.fp32_adamw import AdamW_FP32OptimParams
 from nxdpp.gradients.optimizer.zero1 import Zero1Optimizer
 from nxdpp.pipeline.activation_checkpoint import apply_checkpoint
 from nxdpp.tensor.random import get_xla_rng_tracker, model_parallel_xla_manual_seed
-from tests.checkpoint.distributed.layouts import learning_rates, tensors_in
+from tests.checkpoint.distributed.layouts import Layout, Training, learning_rates, tensors_in
 from tests.support import models, tensor_models
 from tests.support.run_ranks import run_ranks
 
@@ -181,3 +181,27 @@ def test_going_on_is_exact(tmp_path: Path) -> None:
         assert [key for key, value in values.items() if not torch.equal(tensors[key], value)] == [], name
         for key in ("optimizer", "scheduler", "grad_scaler", "random"):
             assert document.content[key] == expected_document.content[key], name
+
+
+def _three_replicas(rank: int, path: Path) -> list[str]:
+    """Names of the parameters whose values differ after a load in the middle."""
+    parallel_state.initialize_model_parallel()
+
+    def step(of: Training, number: int) -> None:
+        ids = torch.randint(0, models.VOCABULARY, (4, 6), generator=torch.Generator().manual_seed(100 * number + rank))
+        of.step({"input_ids": ids, "labels": ids})
+
+    whole, resumed = (Training(lambda: tensor_models.make("llama"), Layout()) for _ in range(2))
+    step(whole, 0)
+    save_checkpoint(path, "middle", whole.model, whole.optimizer, whole.scheduler)
+    load_checkpoint(path, "middle", resumed.model, resumed.optimizer, resumed.scheduler)
+    for each in (whole, resumed):
+        step(each, 1)
+        step(each, 2)
+    expected = dict(whole.model.local_named_parameters())
+    return [name for name, each in resumed.model.local_named_parameters() if not torch.equal(each, expected[name])]
+
+
+def test_the_first_step_after_a_load_averages_in_the_order_of_the_others(tmp_path: Path) -> None:
+    """Over more replicas than two, the order of a sum shows in its last bit."""
+    assert run_ranks(3, _three_replicas, tmp_path) == [[], [], []]

@@ -208,13 +208,10 @@ def _refuse_apart(rank: int, path: Path) -> list[str]:
     whole = AdamW(wrapped.parameters(), lr=0.1)
     by_layer, falling = _rates_by_layer(wrapped, False)
     save_checkpoint(path, "several", wrapped, several, schedulers)
-    save_checkpoint(path, "layers", wrapped, by_layer, falling)
     other = {"muon": several["rest"], "rest": several["muon"]}
     acts: list[Callable[[], Any]] = [
         lambda: load_checkpoint(path, "several", wrapped, whole, schedulers),
         lambda: load_checkpoint(path, "several", wrapped, other, schedulers),
-        lambda: load_checkpoint(path, "several", wrapped, several, {"muon": schedulers["muon"]}),
-        lambda: load_checkpoint(path, "layers", wrapped, scheduler=falling),
         lambda: save_checkpoint(path, "shared", wrapped, [whole, several["rest"]]),
         lambda: save_checkpoint(path, "named", wrapped, [whole] if rank else {"a": whole}),
         lambda: save_checkpoint(path, "stepped", wrapped, by_layer, falling),
@@ -236,8 +233,6 @@ def _refuse_apart(rank: int, path: Path) -> list[str]:
 SENTENCES = [
     "has the state of a dict, {'muon': Muon, 'rest': AdamW}, and optimizer= is one optimizer, AdamW: give it as in",
     "has the state of Muon, and the optimizer 'muon' is AdamW: make the optimizer that was saved",
-    "has the state of muon, rest, and scheduler= has muon: give the schedulers that were saved, by the same names",
-    "has 16 values in base_lrs, one for each parameter group, and this one has 8: give optimizer= too",
     "the optimizers '0' and '1' both have 0.norm.weight: give each parameter to one of them",
     "make the same call on every rank",
     "schedulers are in different states on ranks 0 and 1",

@@ -8,11 +8,16 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.optim import AdamW
 
-from nxdpp import parallel_state
+from nxdpp import NxDPPModel, parallel_state
+from nxdpp.doors.nxd.checkpoint import load_checkpoint, save_checkpoint
+from nxdpp.gradients.optimizer.zero1 import Zero1Optimizer
 from tests.checkpoint.distributed.layouts import Layout, copy_through, tensors_in, train_and_save
+from tests.support import tied_parallel_model
 from tests.support.run_ranks import run_ranks
 from tests.support.tensor_models import VOCABULARY, make
+from tests.support.tied_parallel_model import TiedLayer, TiedModel
 
 INTERLEAVED = {"virtual_pipeline_size": 2, "schedule": "interleaved"}
 ONE = Layout()
@@ -111,3 +116,39 @@ def test_every_layout_loads_what_another_has_saved(name: str, checkpoints: Path)
             assert torch.equal(tensor, expected[key]), (layout, key)
         for part in ("ties", "optimizer", "scheduler", "user_content"):
             assert document.content[part] == expected_document.content[part], (layout, part)
+
+
+# Sizes of tensor parallelism and pipeline.
+PARTS = (2, 1), (4, 1), (2, 2), (1, 1)
+
+
+def _parts(rank: int, path: Path) -> None:
+    """Layers of NeuronX Distributed: a padded, tied vocabulary, and key-value heads that ranks copy."""
+    ids = torch.randint(tied_parallel_model.VOCABULARY, (4, 6), generator=torch.Generator().manual_seed(0))
+    for number, sizes in enumerate(PARTS):
+        parallel_state.initialize_model_parallel(*sizes)
+        torch.manual_seed(0)
+        model = NxDPPModel(TiedModel(True), TiedLayer, num_microbatches=2, use_zero1_optimizer=number % 2 == 1)
+        model.move_model_to_device()
+        own = model.local_parameters()
+        optimizer = Zero1Optimizer(own, AdamW, grad_clipping=False) if number % 2 else AdamW(own)
+        if number:
+            load_checkpoint(path, str(number - 1), model, optimizer)
+        else:
+            model.run_train(ids=ids)
+            optimizer.step()
+        save_checkpoint(path, str(number), model, optimizer)
+        parallel_state.destroy_model_parallel()
+
+
+def test_parts_that_are_padded_and_copied_are_those_of_every_layout(tmp_path: Path) -> None:
+    run_ranks(4, _parts, tmp_path)
+    document, expected = tensors_in(tmp_path / "0")
+    assert expected["model.embed.weight"].shape == (tied_parallel_model.VOCABULARY, tied_parallel_model.HIDDEN)
+    assert expected["optimizer.embed.weight.exp_avg"].count_nonzero()
+    assert document.content["ties"] == {"head.weight": "embed.weight"}
+    for number in range(1, len(PARTS)):
+        again, found = tensors_in(tmp_path / str(number))
+        assert again.content["optimizer"] == document.content["optimizer"]
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())

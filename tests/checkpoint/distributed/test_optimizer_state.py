@@ -281,9 +281,7 @@ def _other_class(model: Net) -> Optimizer:
 
 REFUSED: list[tuple[Make, Make, dict[str, Any], str]] = [
     (_single, _grouped, {}, "in groups with weight_decay=0.01 and 0.0, and were in one group of the checkpoint"),
-    (_grouped, _single, {}, r"param_groups\[0\] has (scale|empty) and first.weight, whose weight_decay differs"),
     (_single, _partial, {}, "has (empty, )?first.bias, first.weight, scale, and this optimizer does not"),
-    (_partial, _single, {}, "the checkpoint's optimizer did not have"),
     (_single, _other_class, {}, "has the state of AdamW, and the optimizer is SGD"),
     (_single, _single, {"width": 7}, r"first.weight is of shape \[6, 8\]"),
     (

@@ -4,8 +4,6 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-import pytest
-
 from nxdpp.checkpoint.distributed import directory
 from nxdpp.checkpoint.distributed.directory import DOCUMENT
 from nxdpp.checkpoint.distributed.pruning import keep_damaged, looks_whole, prune
@@ -97,26 +95,3 @@ def test_pruning_leaves_files_and_directories_of_others(tmp_path: Path) -> None:
     assert names_in(tmp_path / "one") == set(FOREIGN)
     assert names_in(tmp_path / "logs") == {"deeper", *FOREIGN}
     assert deep.exists()
-
-
-def test_a_directory_that_cannot_be_read_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The root of a disk has such a one: lost+found."""
-    named = checkpoint(tmp_path, "one", 1)
-    closed = tmp_path / "lost+found"
-    closed.mkdir()
-    stat, listed = Path.stat, Path.iterdir
-
-    def refusing_stat(self: Path, *, follow_symlinks: bool = True) -> object:
-        if self.parent == closed:
-            raise PermissionError(13, "Permission denied", str(self))
-        return stat(self, follow_symlinks=follow_symlinks)
-
-    def refusing_list(self: Path) -> object:
-        if self == closed:
-            raise PermissionError(13, "Permission denied", str(self))
-        return listed(self)
-
-    monkeypatch.setattr(Path, "stat", refusing_stat)
-    monkeypatch.setattr(Path, "iterdir", refusing_list)
-    assert directory.tags(tmp_path) == ["one"]
-    assert prune(tmp_path, 1, "one", named) == []

@@ -1,9 +1,6 @@
 """Checkpoints in a store of fsspec: whole at any moment, for any layout of ranks, and with nothing left on a host."""
 
-import os
 import shutil
-import socket
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
@@ -137,10 +134,6 @@ def test_a_save_that_fails_leaves_nothing(tmp_path: Path, temporary: Path, monke
         file.write_bytes(file.read_bytes()[:-1] + b"\1")
     with pytest.raises(ValueError, match=r"/s3/.*run/first/.*is damaged"):
         Training().load(address, "first")
-    with pytest.raises(FileNotFoundError, match="run/third has no whole checkpoint"):
-        Training().load(address, "third")
-    with pytest.raises(FileNotFoundError, match=r"give its directory, and tag='first'"):
-        Training().load(f"{address}/first")
     assert is_empty(temporary)
 
 
@@ -208,28 +201,12 @@ def test_a_document_that_may_be_stored_keeps_its_files(temporary: Path, monkeypa
     assert Training().load(address, "next")["tag"] == "next"
 
 
-def test_what_a_killed_process_has_left_is_removed(temporary: Path) -> None:
-    with subprocess.Popen(["true"]) as process:
-        pass
-    host = socket.gethostname()
-    names = [f"nxdpp-{host}-{process.pid}-abcd_123", f"nxdpp-{host}-{os.getpid()}-abcd_123", "nxdpp-x-1-abcd_123"]
-    for name in names:
-        (temporary / name).mkdir()
-    (temporary / names[0] / "file").touch()
-    assert not has_checkpoint(f"memory:/{temporary}/none")
-    assert {each.name for each in temporary.iterdir()} == set(names[1:])
-
-
 def test_an_address_of_no_store_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "gcsfs", None)
     model = torch.nn.Linear(2, 2)
     addresses: list[tuple[str | Path, str]] = [
         ("hdfs://bucket/run", "is in a store that may show a file before it is whole: give an address of one of s3, "),
         ("gs://bucket/run", "needs a package of fsspec, which this host does not have.*on all hosts, such as s3fs"),
-        ("s3://run/../other", "has a chain or a step upwards"),
-        ("simplecache::s3://bucket/run", "would be a folder 'simplecache::s3:' of this host"),
-        ("memory://", "has no name after '://'"),
-        ("s3:///run", "give it as text, 's3://run'"),
         (Path("s3://bucket/run"), "is not the address of a store: give it as text, 's3://bucket/run'"),
         ("s3://key:se/cret@bucket/run", "path has a user and a password, which messages would show"),
     ]

@@ -1,6 +1,5 @@
 """Values as JSON: they come back with their types, others are refused with their path, and no code runs."""
 
-import collections
 import json
 import math
 from collections import Counter, OrderedDict
@@ -64,13 +63,6 @@ def test_numbers_of_an_optimizer_come_back() -> None:
             dtype_named(name)
 
 
-def test_scalars_of_numpy_become_those_of_python() -> None:
-    for value, expected in [(np.float64(0.1), 0.1), (np.int32(3), 3), (np.bool_(True), True), (np.str_("a"), "a")]:
-        found = round_trip([value])
-        assert found == [expected]
-        assert type(found[0]) is type(expected)
-
-
 def test_tensors_and_arrays_come_back() -> None:
     value: dict[str, Any] = {
         "mask": torch.arange(6).view(2, 3),
@@ -97,14 +89,6 @@ def nested(levels: int, wrap: Any) -> Any:
     for _ in range(levels):
         value = wrap(value)
     return value
-
-
-def test_many_levels_come_back_and_too_many_are_refused() -> None:
-    wraps: list[Any] = [lambda value: [value], lambda value: {"a": value}, lambda value: (value,)]
-    for wrap in wraps:
-        assert round_trip(nested(200, wrap)) == nested(200, wrap)
-        with pytest.raises(ValueError, match=r"^content.* has more than 200 levels of containers"):
-            encoded(nested(201, wrap), "content", {})
 
 
 def test_tensors_with_the_same_path_stay_apart() -> None:
@@ -134,13 +118,7 @@ OTHERS: list[tuple[Any, str]] = [
     ({"a": [0, object()]}, r"content\.a\[1\] is a object"),
     ({"a": {2: print}}, r"content\.a\[2\] is a builtin_function_or_method"),
     ([Point(1)], r"content\[0\] is a Point"),
-    ([collections.defaultdict(list)], r"content\[0\] is a defaultdict"),
-    ([1j], r"content\[0\] is a complex"),
-    ([10**5000], r"content\[0\] is a number of more than 10000 bits"),
-    ([torch.zeros(2, dtype=torch.complex128)], r"content\[0\] is of torch.complex128"),
     ([np.ma.array([1, 2], mask=[False, True])], r"content\[0\] is a MaskedArray"),
-    ({(1, b"a", object): 1}, r"a key of content\[2\] is a type"),
-    ({"a": np.array(["text"])}, r"content\.a is an array of "),
     ({"a": torch.eye(2).to_sparse()}, r"content\.a is a tensor of layout torch\.sparse_coo"),
     (torch.zeros(1, device="meta"), r"content is a tensor on the meta device"),
 ]

@@ -1,7 +1,6 @@
 """Files with checksums: values come back to the bit, and each damaged byte is found by the file's name."""
 
 import errno
-import itertools
 import os
 from functools import partial
 from pathlib import Path
@@ -163,35 +162,6 @@ def test_each_changed_byte_and_each_truncation_is_found(small: int, part: float,
                     reader.verify(span)
             else:
                 assert is_same(read(file.parent, span, TENSORS[name]), TENSORS[name])
-
-
-def test_the_disk_begins_before_the_last_byte(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    begun: list[tuple[int, int]] = []
-    advise = os.posix_fadvise
-
-    def noted(descriptor: int, start: int, length: int, advice: int) -> None:
-        assert os.fstat(descriptor).st_size >= start + length, "the bytes are in the page cache"
-        begun.append((start, start + length))
-        advise(descriptor, start, length, advice)
-
-    monkeypatch.setattr(os, "posix_fadvise", noted)
-    tensors = {"large": values(torch.float32, 3, 40), "other": values(torch.float32, 30)}
-    spans = write_checksummed(tmp_path / "one", tensors)
-    assert begun[0][0] == 0
-    assert all(stop == start for (_, stop), (start, _) in itertools.pairwise(begun))
-    assert begun[-1][1] > spans["other"].start
-    assert is_same(load_file(tmp_path / "one")["large"], tensors["large"])
-
-
-def test_a_small_rectangle_is_compared_with_its_pieces_alone(written: Written) -> None:
-    file, spans = written
-    whole = bytearray(file.read_bytes())
-    whole[spans["first"].start] ^= 1
-    file.write_bytes(whole)
-    last = torch.zeros(1, 7)
-    with ChecksummedReader(file.parent) as reader:
-        read_region(partial(reader.read, spans["first"]), (5, 7), torch.float32, (4, 0), last)
-    assert is_same(last, TENSORS["first"][4:])
 
 
 def test_a_missing_file_and_one_that_the_disk_does_not_give_are_damaged(

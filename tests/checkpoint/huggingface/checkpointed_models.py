@@ -53,6 +53,13 @@ def wrap(model: nn.Module, ranks: int = 1, **arguments: Any) -> NxDPPModel:
     return NxDPPModel(model, num_microbatches=ranks, **arguments)
 
 
+def wrap_as(rank: int, ranks: int, model: nn.Module, **arguments: Any) -> NxDPPModel:
+    """Wrap ``model`` as ``rank`` of a pipeline of ``ranks``, alone in this process."""
+    parallel_state.destroy_model_parallel()
+    parallel_state.initialize_debug(pipeline_model_parallel_rank=rank, pipeline_model_parallel_size=ranks)
+    return NxDPPModel(model, num_microbatches=ranks, **arguments)
+
+
 def differing(tensors: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> list[str]:
     """Names of the ``tensors`` that differ from the ``expected`` ones in values or dtype."""
     return [

@@ -1,4 +1,4 @@
-"""End of the job of one rank that tests of a file begin in the process of pytest."""
+"""Ends of the job of one rank that tests begin in the process of pytest."""
 
 from collections.abc import Iterator
 
@@ -13,3 +13,10 @@ def end_of_the_job() -> Iterator[None]:
     yield
     if parallel_state.model_parallel_is_initialized():
         parallel_state.destroy_model_parallel()
+
+
+@pytest.fixture
+def no_groups_left() -> Iterator[None]:
+    """End the job after each test."""
+    yield
+    parallel_state.destroy_model_parallel()

@@ -83,14 +83,6 @@ def test_peft_loads_a_saved_adapter_and_those_of_peft_are_loaded(tmp_path: Path)
         assert differing(loaded.state_dict(), adapted(name).state_dict()) == []
 
 
-def test_an_encoder_of_prompts_cannot_be_loaded(tmp_path: Path) -> None:
-    """Its output is saved, and not its weights."""
-    adapted("p-tuning").save_pretrained(tmp_path)
-
-    with pytest.raises(ValueError, match=r"output of the prompt encoder of 'default'.*load_local_state_dict\(\)"):
-        load_pretrained(wrap(adapted("p-tuning")), tmp_path)
-
-
 def classifier() -> Any:
     """A Llama with a new head, which is trained beside its adapter."""
     torch.manual_seed(1)
@@ -110,22 +102,6 @@ def test_a_backbone_under_an_adapter_with_a_new_head(tmp_path: Path) -> None:
     heads = [tensor for name, tensor in model.state_dict().items() if ".score." in name]
     assert len(heads) == 2
     assert not any(tensor.is_meta for tensor in heads)
-
-
-def test_what_does_not_go_together_is_refused(tmp_path: Path) -> None:
-    adapted("lora").save_pretrained(tmp_path / "lora")
-    base("lora of gpt2").save_pretrained(tmp_path / "gpt2")
-    dora = wrap(adapted("dora"))
-    before = {name: tensor.clone() for name, tensor in dora.local_state_dict().items()}
-    for folder, message in (
-        ("lora", r"8 missing, 0 unexpected.*\n.*lora_magnitude_vector(.|\n)*PeftConfig"),
-        ("gpt2", r"For an adapter, give a directory with adapter_config\.json"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            load_pretrained(dora, tmp_path / folder)
-    assert differing(dora.local_state_dict(), before) == []
-    with pytest.raises(ValueError, match=r"adapter_config\.json.*LlamaForCausalLM is not a PeftModel.*get_peft_model"):
-        load_pretrained(wrap(base("lora")), tmp_path / "lora")
 
 
 def test_an_adapter_and_a_whole_model_have_directories_of_their_own(tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
 """Checkpoints with other names than the model: ``load_pretrained`` converts them as transformers does."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,16 +9,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from nxdpp import load_pretrained, parallel_state, save_pretrained
+from nxdpp import load_pretrained, save_pretrained
 from tests.checkpoint.huggingface.checkpointed_models import differing, make, saved_by_transformers, tensors_in, wrap
 from tests.support.plain_models import BatchNorms
 from tests.support.run_ranks import run_ranks
 
-
-@pytest.fixture(autouse=True)
-def no_groups_left() -> Iterator[None]:
-    yield
-    parallel_state.destroy_model_parallel()
+pytestmark = pytest.mark.usefixtures("no_groups_left")
 
 
 def rename(folder: Path, change: Callable[[str], str]) -> None:

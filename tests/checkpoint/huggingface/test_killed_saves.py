@@ -1,8 +1,5 @@
 """Saves over an existing checkpoint, killed at any moment: the earlier or the new checkpoint loads, complete."""
 
-import shutil
-import sys
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,53 +8,13 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-from nxdpp import load_pretrained, parallel_state, save_pretrained
+from nxdpp import load_pretrained, save_pretrained
 from nxdpp.checkpoint.huggingface import save, write_directory
 from nxdpp.checkpoint.huggingface.read_directory import stored_tensors
 from tests.checkpoint.huggingface.checkpointed_models import differing, make, tensors_in, wrap
+from tests.checkpoint.watched_folder import states_of
 
-_EVENTS = ("open", "os.")
-_watched: list[Callable[[], None]] = []
-
-
-def _before_each_change(event: str, _: tuple[Any, ...]) -> None:
-    if _watched and event.startswith(_EVENTS):
-        (look,) = _watched
-        _watched.clear()
-        look()
-        _watched.append(look)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def watch() -> None:
-    # A hook of the interpreter cannot be removed.
-    sys.addaudithook(_before_each_change)
-
-
-@pytest.fixture(autouse=True)
-def no_groups_left() -> Iterator[None]:
-    yield
-    parallel_state.destroy_model_parallel()
-
-
-def states_of(act: Callable[[], None], folder: Path, copies: Path) -> list[Path]:
-    """Copies of ``folder`` in each state that it has while ``act`` runs, the first and the last included."""
-    seen: list[Any] = []
-
-    def look() -> None:
-        files = sorted(path for path in folder.rglob("*") if path.is_file())
-        state = [(path, path.stat().st_ino, path.stat().st_size, path.stat().st_mtime_ns) for path in files]
-        if not seen or seen[-1] != state:
-            shutil.copytree(folder, copies / f"{len(seen):03d}")
-            seen.append(state)
-
-    _watched.append(look)
-    try:
-        act()
-    finally:
-        _watched.clear()
-    look()
-    return sorted(copies.iterdir())
+pytestmark = pytest.mark.usefixtures("no_groups_left")
 
 
 def model(seed: int, layers: int = 1) -> Any:

@@ -1,28 +1,16 @@
 """``load_pretrained``: a rank reads only its own tensors, and parameters keep dtype, class and attributes."""
 
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from nxdpp import NxDPPModel, load_pretrained, parallel_state
-from tests.checkpoint.huggingface.checkpointed_models import differing, make, on_meta, saved_by_transformers
+from nxdpp import load_pretrained
+from tests.checkpoint.huggingface.checkpointed_models import differing, make, on_meta, saved_by_transformers, wrap_as
 
-
-@pytest.fixture(autouse=True)
-def no_groups_left() -> Iterator[None]:
-    yield
-    parallel_state.destroy_model_parallel()
-
-
-def wrap_as(rank: int, ranks: int, model: nn.Module, **arguments: Any) -> NxDPPModel:
-    parallel_state.destroy_model_parallel()
-    parallel_state.initialize_debug(pipeline_model_parallel_rank=rank, pipeline_model_parallel_size=ranks)
-    return NxDPPModel(model, num_microbatches=ranks, **arguments)
+pytestmark = pytest.mark.usefixtures("no_groups_left")
 
 
 @pytest.mark.parametrize(("stored", "wanted"), [(torch.bfloat16, torch.float32), (torch.float64, torch.bfloat16)])

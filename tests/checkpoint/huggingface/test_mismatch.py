@@ -1,7 +1,6 @@
 """Directories without a checkpoint of the model: the error names what is wrong, and nothing is changed."""
 
 import json
-import os
 import shutil
 from collections.abc import Callable
 from functools import cache
@@ -13,28 +12,21 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
-from torch import nn
 
-from nxdpp import NxDPPModel, load_pretrained, parallel_state
+from nxdpp import NxDPPModel, load_pretrained
 from nxdpp.checkpoint.files.safetensors_reader import OpenFile, read_header
 from nxdpp.checkpoint.huggingface.file_tensors import FileTensors
 from nxdpp.pipeline.local import half_loaded
-from tests.checkpoint.huggingface.checkpointed_models import differing, make, on_meta, saved_by_transformers
+from tests.checkpoint.huggingface.checkpointed_models import differing, make, on_meta, saved_by_transformers, wrap_as
 
 INDEX = "model.safetensors.index.json"
 Tensors = dict[str, torch.Tensor]
 
 
-def wrap_as(rank: int, model: nn.Module) -> NxDPPModel:
-    parallel_state.destroy_model_parallel()
-    parallel_state.initialize_debug(pipeline_model_parallel_rank=rank, pipeline_model_parallel_size=2)
-    return NxDPPModel(model, num_microbatches=2)
-
-
 @cache
 def first_rank(name: str) -> tuple[NxDPPModel, NxDPPModel]:
     """The first stage of two, with values and without. Refused loads do not change them."""
-    return wrap_as(0, make(name, seed=5)), wrap_as(0, on_meta(name))
+    return wrap_as(0, 2, make(name, seed=5)), wrap_as(0, 2, on_meta(name))
 
 
 def refusal(folder: Path, name: str = "llama") -> str:
@@ -111,27 +103,6 @@ def test_all_mismatches_are_in_one_error(single: Path) -> None:
     assert len(message) < 2500
 
 
-@pytest.mark.parametrize(
-    ("expert", "values", "text"),
-    [
-        ("3.block_sparse_moe.experts.1.w1", torch.zeros(3, 5), "mlp.experts.gate_up_proj (cannot be made of"),
-        ("0.block_sparse_moe.experts.3.w2", None, "down_proj ([3, 32, 48] in the checkpoint, [4, 32, 48]"),
-    ],
-)
-def test_experts_that_cannot_be_merged_are_named(
-    expert: str, values: torch.Tensor | None, text: str, saved: Path, tmp_path: Path
-) -> None:
-    folder = Path(shutil.copytree(saved / "mixtral", tmp_path / "mixtral"))
-
-    def change(tensors: Tensors) -> None:
-        del tensors[f"model.layers.{expert}.weight"]
-        if values is not None:
-            tensors[f"model.layers.{expert}.weight"] = values
-
-    rewrite(folder, change)
-    assert text in refusal(folder, "mixtral")
-
-
 @settings(max_examples=12, deadline=None, derandomize=True)
 @given(st.floats(0.0, 0.999))
 def test_each_truncation_of_a_file_is_named(saved: Path, part: float) -> None:
@@ -168,18 +139,10 @@ def test_a_changed_header_is_refused_or_gives_the_same_values(saved: Path, part:
         real.load_local_state_dict(before)
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda file: file.write_bytes(file.read_bytes()[:-4]),
-        lambda file: save_file({"model.norm.weight": torch.zeros(32)}, file),
-        lambda file: os.utime(file, ns=(1, 1)),
-    ],
-)
-def test_a_file_changed_during_the_load(single: Path, change: Callable[[Path], object]) -> None:
+def test_a_file_changed_during_the_load(single: Path) -> None:
     file = single / "model.safetensors"
     stored = read_header(file, OpenFile())["model.norm.weight"]
-    change(file)
+    save_file({"model.norm.weight": torch.zeros(32)}, file)
 
     with pytest.raises(OSError, match=rf"{file} was changed before all its tensors were read: load again"):
         stored.read(torch.float32)
@@ -188,7 +151,7 @@ def test_a_file_changed_during_the_load(single: Path, change: Callable[[Path], o
 def test_a_load_that_failed_midway_is_remembered_until_one_succeeds(
     single: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = wrap_as(0, make("llama", seed=5))
+    model = wrap_as(0, 2, make("llama", seed=5))
     fill = FileTensors.fill
 
     def failing(self: FileTensors, conversion: Any, tensors: Any) -> None:
@@ -234,9 +197,8 @@ INDEXES: list[tuple[Callable[[Path], object], str]] = [
     (lambda folder: last_of(folder).unlink(), f"{INDEX} names model-"),
     (_without_a_tensor, "lacks 1 tensor of"),
     (_elsewhere, "names ../model.safetensors, which is not a file beside it"),
-    *((_index(text), f"{INDEX} is corrupt") for text in ("", "[]", '{"weight_map": []}', '{"weight_map": {"a": 1}}')),
+    (_index('{"weight_map": {"a": 1}}'), f"{INDEX} is corrupt"),
     (_index("[" * 100_000), f"{INDEX} is corrupt (RecursionError"),
-    (lambda folder: (folder / "config.json").write_text("[" * 100_000), "config.json is corrupt (RecursionError"),
 ]
 
 
@@ -247,23 +209,6 @@ def test_a_damaged_index_is_named(saved: Path, tmp_path: Path) -> None:
         assert text in refusal(folder), number
 
 
-def test_weights_that_the_configuration_names(sharded: Path) -> None:
-    config = sharded / "config.json"
-    fields = json.loads(config.read_text())
-    for name in ("other.safetensors", f"../{INDEX}"):
-        config.write_text(json.dumps({**fields, "transformers_weights": name}))
-        assert f"{config} names '{name}' as its weights (transformers_weights), which is not a file" in refusal(sharded)
-    shutil.move(sharded / INDEX, sharded / "own.safetensors.index.json")
-    config.write_text(json.dumps({**fields, "transformers_weights": "own.safetensors.index.json"}))
-    # Left-over files of a larger model are not read.
-    shutil.copy(last_of(sharded), sharded / "model-00099-of-00099.safetensors")
-    (sharded / "model-00098-of-00099.safetensors").write_bytes(b"")
-
-    model = wrap_as(0, make("llama", seed=5))
-    load_pretrained(model, sharded)
-    assert differing(model.local_state_dict(), make("llama").state_dict()) == []
-
-
 def test_floats_of_other_widths_are_converted_when_asked(single: Path) -> None:
     expected = {name: tensor.bfloat16() for name, tensor in make("llama").state_dict().items()}
     rewrite(single, lambda tensors: tensors.update({name: tensor.bfloat16() for name, tensor in tensors.items()}))
@@ -272,10 +217,10 @@ def test_floats_of_other_widths_are_converted_when_asked(single: Path) -> None:
     assert "0 of another shape, 39 of another float width.\n" in message
     assert "lm_head.weight (torch.bfloat16 in the checkpoint, torch.float32 in the model)" in message
     # Both remedies of the message.
-    model = wrap_as(0, make("llama", seed=5))
+    model = wrap_as(0, 2, make("llama", seed=5))
     load_pretrained(model, single, convert_dtype=True)
     assert differing(model.local_state_dict(), {name: tensor.float() for name, tensor in expected.items()}) == []
-    model = wrap_as(0, make("llama", seed=5).to(torch.bfloat16))
+    model = wrap_as(0, 2, make("llama", seed=5).to(torch.bfloat16))
     load_pretrained(model, single)
     assert differing(model.local_state_dict(), expected) == []
 
@@ -290,7 +235,7 @@ def test_values_that_are_not_a_number(single: Path) -> None:
         tensors[name][2, 3] = torch.nan
 
     rewrite(single, change)
-    real = wrap_as(1, make("llama", seed=5))
+    real = wrap_as(1, 2, make("llama", seed=5))
     before = {key: tensor.clone() for key, tensor in real.local_state_dict().items()}
     with pytest.raises(ValueError, match=rf"{name} in {single}/model.safetensors has values that are not a number"):
         load_pretrained(real, single, convert_dtype=True)
@@ -299,17 +244,7 @@ def test_values_that_are_not_a_number(single: Path) -> None:
     stored = load_file(single / "model.safetensors")
     real.load_local_state_dict({key: stored[key].float() for key in real.local_state_dict()})
     assert real.local_state_dict()[name].isnan().sum() == 1
-    load_pretrained(wrap_as(0, make("llama", seed=5)), single, convert_dtype=True)
-
-
-def test_directories_of_something_else(tmp_path: Path) -> None:
-    folder = tmp_path / "folder"
-    assert f"{folder} is not a directory" in refusal(folder)
-    folder.mkdir()
-    (folder / "notes.txt").write_text("")
-    assert f"has neither model.safetensors nor {INDEX}, but notes.txt" in refusal(folder)
-    torch.save({}, folder / "pytorch_model.bin")
-    assert f"{folder / 'pytorch_model.bin'} is pickled, which is not read" in refusal(folder)
+    load_pretrained(wrap_as(0, 2, make("llama", seed=5)), single, convert_dtype=True)
 
 
 def test_a_tied_weight_of_two_values(saved: Path, tmp_path: Path) -> None:
@@ -319,20 +254,3 @@ def test_a_tied_weight_of_two_values(saved: Path, tmp_path: Path) -> None:
     assert "model.embed_tokens.weight and lm_head.weight are one tied weight in this LlamaForCausalLM" in refusal(
         folder, "tied_llama"
     )
-
-
-class Remembering(nn.Linear):
-    def get_extra_state(self) -> dict[str, int]:
-        return {"steps": 1}
-
-    def set_extra_state(self, state: Any) -> None:
-        raise AssertionError("nothing is loaded")
-
-
-def test_what_is_no_wrapped_model_or_has_extra_state_is_refused(saved: Path) -> None:
-    unwrapped: Any = make("llama")
-    with pytest.raises(TypeError, match=r"load_pretrained is for an NxDPPModel, not for a LlamaForCausalLM"):
-        load_pretrained(unwrapped, saved / "llama")
-    unwrapped.model.layers[0].mlp.up_proj = Remembering(32, 64, bias=False)
-    with pytest.raises(ValueError, match=r"model.layers.0.mlp.up_proj._extra_state is extra state"):
-        load_pretrained(wrap_as(1, unwrapped), saved / "llama")

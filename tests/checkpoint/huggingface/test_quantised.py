@@ -1,7 +1,6 @@
 """Quantised weights: dequantised as transformers does when asked, and refused with the remedy when not."""
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -9,27 +8,16 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from torch import nn
 from transformers.utils.quantization_config import Mxfp4Config
 
 from nxdpp import NxDPPModel, load_pretrained, parallel_state, save_pretrained, tensor_parallelize
-from tests.checkpoint.huggingface.checkpointed_models import differing, make, on_meta, tensors_in
+from tests.checkpoint.huggingface.checkpointed_models import differing, make, on_meta, tensors_in, wrap_as
 from tests.support.wrapped_models import initialised
+
+pytestmark = pytest.mark.usefixtures("no_groups_left")
 
 BLOCK = 16
 FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [BLOCK, BLOCK]}
-
-
-@pytest.fixture(autouse=True)
-def no_groups_left() -> Iterator[None]:
-    yield
-    parallel_state.destroy_model_parallel()
-
-
-def wrap_as(rank: int, ranks: int, model: nn.Module) -> NxDPPModel:
-    parallel_state.destroy_model_parallel()
-    parallel_state.initialize_debug(pipeline_model_parallel_rank=rank, pipeline_model_parallel_size=ranks)
-    return NxDPPModel(model, num_microbatches=ranks)
 
 
 def configure(folder: Path, **fields: Any) -> None:
@@ -141,25 +129,6 @@ def test_mxfp4_is_dequantised_as_by_transformers(tmp_path: Path) -> None:
     wrapped = wrap_as(1, 2, gpt_oss().to(torch.bfloat16))
     load_pretrained(wrapped, tmp_path, dequantize=True)
     assert differing(wrapped.local_state_dict(), theirs.state_dict()) == []
-
-
-OTHERS: list[tuple[Any, str]] = [
-    ({"quant_method": "gptq", "bits": 4}, r"\(gptq\), which cannot be loaded.*Give the checkpoint that was"),
-    ({"load_in_4bit": True}, r"\(bitsandbytes\).*from_pretrained\(DIRECTORY\); model.dequantize\(\);"),
-    ({"quant_method": "compressed-tensors"}, r"\(compressed-tensors\).*=CONFIG.*dequantize=True in CONFIG"),
-    ("fp5", r"\(fp5\)"),
-]
-
-
-def test_other_methods_are_refused(tmp_path: Path) -> None:
-    make("llama").save_pretrained(tmp_path)
-    wrapped = wrap_as(0, 1, on_meta("llama"))
-    for fields, text in OTHERS:
-        configure(tmp_path, quantization_config=fields)
-        for dequantize in (True, False):
-            with pytest.raises(ValueError, match=text):
-                load_pretrained(wrapped, tmp_path, dequantize=dequantize, strict=False)
-    assert all(parameter.is_meta for parameter in wrapped.local_parameters())
 
 
 def test_small_numbers_in_the_place_of_a_weight(tmp_path: Path) -> None:

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from safetensors.torch import save_file
 
 from nxdpp import NxDPPModel, init_on_device, load_pretrained, parallel_state, tensor_parallelize
 from nxdpp.checkpoint.files.safetensors_reader import OpenFile, StoredTensor, read_header
@@ -16,8 +15,6 @@ from nxdpp.checkpoint.huggingface import file_tensors
 from tests.checkpoint.huggingface.checkpointed_models import differing, make, on_meta, saved_by_transformers, tensors_in
 from tests.support.run_ranks import run_ranks
 from tests.support.tensor_models import llama as divisible_llama
-
-NAME = "model.layers.3.mlp.up_proj.weight"
 
 
 class Counts:
@@ -128,25 +125,6 @@ def errors_of_the_host_are_raised_on_all(folder: Path) -> None:
         assert all(parameter.is_meta for parameter in model.local_parameters())
 
 
-def no_rank_takes_values_that_are_not_a_number(folder: Path) -> None:
-    loaded = wrapped(make("llama", seed=5), 2)
-    before = {name: each.clone() for name, each in loaded.local_state_dict().items()}
-    with pytest.raises(ValueError, match=rf"{NAME} in .* has values that are not a number"):
-        load_pretrained(loaded, folder / "no_number")
-    assert differing(before, loaded.local_state_dict()) == []
-
-
-def copies_of_a_tied_weight_are_compared_once(folder: Path) -> None:
-    expected = make("tied_llama").state_dict()
-    size = expected["lm_head.weight"].nbytes
-    unique = sum(each.nbytes for name, each in expected.items() if name != "lm_head.weight")
-    loaded = wrapped(on_meta("tied_llama"), 1)
-    with counted() as counts:
-        load_pretrained(loaded, folder / "copies")
-    assert sum(counts.of_all()["bytes"]) == unique + 2 * size
-    assert differing(loaded.local_state_dict(), expected) == []
-
-
 def tensor_ranks_read_their_parts(folder: Path) -> None:
     parallel_state.destroy_model_parallel()
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
@@ -176,14 +154,12 @@ def _cases(rank: int, folder: Path) -> None:
     loads_once(folder, "tied_llama", 2)
     parallel_state.destroy_model_parallel()
     loads_once(folder, "mixtral", 1)
-    copies_of_a_tied_weight_are_compared_once(folder)
     parallel_state.destroy_model_parallel()
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
     cases: list[Callable[[Path], None]] = [
         replicas_that_differ_read_all_of_their_own,
         errors_of_one_rank_are_raised_on_all,
         errors_of_the_host_are_raised_on_all,
-        no_rank_takes_values_that_are_not_a_number,
         tensor_ranks_read_their_parts,
     ]
     for case in cases:
@@ -194,12 +170,7 @@ def test_four_ranks(tmp_path: Path) -> None:
     for name in ("llama", "tied_llama", "mixtral"):
         saved_by_transformers(name, tmp_path / name, max_shard_size="100KB")
     damaged = tmp_path / "damaged" / "model.safetensors"
-    state = saved_by_transformers("llama", damaged.parent).state_dict()
+    saved_by_transformers("llama", damaged.parent)
     damaged.write_bytes(damaged.read_bytes()[:-1])
-    (tmp_path / "no_number").mkdir()
-    state[NAME][2, 3] = torch.nan
-    save_file(state, tmp_path / "no_number" / "model.safetensors")
-    state = saved_by_transformers("tied_llama", tmp_path / "copies").state_dict()
-    save_file({name: each.clone() for name, each in state.items()}, tmp_path / "copies" / "model.safetensors")
     divisible_llama().save_pretrained(tmp_path / "divisible")
     run_ranks(4, _cases, tmp_path)

@@ -1,6 +1,6 @@
 """``load_pretrained(strict=False)``: values of ``from_pretrained``, and initial weights for the missing tensors."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +13,9 @@ from torch import nn
 from nxdpp import LoadReport, NxDPPModel, deferred_init, load_pretrained, parallel_state, tensor_parallelize
 from nxdpp.checkpoint.huggingface.mismatch import OtherShape
 from tests.checkpoint.huggingface.checkpointed_models import differing
-from tests.support.run_ranks import run_ranks
 from tests.support.wrapped_models import bert, initialised, llama
+
+pytestmark = pytest.mark.usefixtures("no_groups_left")
 
 SEED = 77
 
@@ -36,12 +37,6 @@ CASES: dict[str, tuple[str, str, Callable[..., Any]]] = {
     "a tied head left out": ("GPT2LMHeadModel", "GPT2ForSequenceClassification", gpt2),
 }
 HEAD: tuple[str, str, Callable[..., Any]] = ("LlamaForCausalLM", "LlamaForSequenceClassification", llama)
-
-
-@pytest.fixture(autouse=True)
-def no_groups_left() -> Iterator[None]:
-    yield
-    parallel_state.destroy_model_parallel()
 
 
 def wrap_as(rank: int, ranks: int, make: Callable[[], nn.Module], tensor: int = 1, **arguments: Any) -> NxDPPModel:
@@ -142,11 +137,6 @@ def test_the_first_rank_prints_the_report(tmp_path: Path, capsys: pytest.Capture
     assert printed.count(f"{tmp_path} has other tensors than this LlamaForSequenceClassification:\n") == 1
     assert "missing, with initial weights: score.weight" in printed
     assert "unexpected, left out: lm_head.weight" in printed
-    names = tuple(f"model.layers.{layer}.mlp.up_proj.weight" for layer in range(40))
-    text = str(LoadReport(names, ("\x1b[31mred",)))
-    assert "40 missing, with initial weights: model.layers.*.mlp.up_proj.weight (40)\n" in text
-    assert "\\x1b[31mred" in text
-    assert not LoadReport()
 
 
 def change(folder: Path, edit: Callable[[dict[str, torch.Tensor]], Any]) -> None:
@@ -215,43 +205,3 @@ def test_a_divided_tensor_is_a_part_of_the_fresh_one(tmp_path: Path) -> None:
     assert report == LoadReport(("lm_head.weight",))
     head = model.local_state_dict()["lm_head.weight"]
     assert torch.equal(head, whole["lm_head.weight"].chunk(2)[1])
-
-
-def train(rank: int, folder: Path) -> tuple[LoadReport, dict[str, torch.Tensor], list[float]]:
-    """Report, local weights before the training, and the losses of two steps."""
-    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
-    torch.manual_seed(SEED)
-    head = on_meta(lambda: transformers.LlamaForSequenceClassification(llama()))
-    model = NxDPPModel(head, num_microbatches=2, broadcast_and_average_loss=True)
-    report = load_pretrained(model, folder, strict=False)
-    model.move_model_to_device()
-    before = {name: tensor.clone() for name, tensor in model.local_state_dict().items()}
-    ids, labels = torch.arange(3, 19).view(4, 4), torch.tensor([0, 1, 1, 0])
-    optimizer = torch.optim.SGD(model.local_parameters(), lr=0.1)
-    losses = []
-    for _ in range(2):
-        loss: Any = model.run_train(input_ids=ids, labels=labels)
-        losses.append(loss.item())
-        optimizer.step()
-        optimizer.zero_grad()
-    return report, before, losses
-
-
-@pytest.mark.cpu_only("attention on a device has another kernel than on the CPU, which is compared to the bit")
-def test_two_ranks_train_a_new_head(tmp_path: Path) -> None:
-    saved(HEAD, tmp_path)
-    (report, first, losses), (other, last, same) = run_ranks(2, train, tmp_path)
-    assert report == other == LoadReport(("score.weight",), ("lm_head.weight",))
-    assert losses == same
-
-    model: Any = transformers.LlamaForSequenceClassification(llama())
-    model.load_state_dict({**first, **last})
-    ids, labels = torch.arange(3, 19).view(4, 4), torch.tensor([0, 1, 1, 0])
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for loss in losses:
-        halves = [model(input_ids=i, labels=k).loss / 2 for i, k in zip(ids.chunk(2), labels.chunk(2), strict=True)]
-        for half in halves:
-            half.backward()
-        assert (halves[0] + halves[1]).item() == loss
-        optimizer.step()
-        optimizer.zero_grad()

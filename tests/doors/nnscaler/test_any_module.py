@@ -37,18 +37,6 @@ class WithLoss(Convolutional):
         return super().forward(x).square().mean()
 
 
-class Raw(nn.Module):
-    """A parameter of its own, and one in another dtype."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(16, 16))
-        self.wide = nn.Parameter(torch.randn(16, dtype=torch.float64))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return ((x @ self.weight).double() * self.wide).float()
-
-
 class HandMade(nn.Module):
     """Uses the weight of a linear layer without calling it."""
 
@@ -71,7 +59,7 @@ class Mixed(nn.Module):
         return self.last(self.down(self.up(x[:, None]).tanh()).tanh())  # type: ignore[no-any-return]
 
 
-KINDS = (Convolutional, Raw, HandMade, Mixed)
+KINDS = (Convolutional, HandMade, Mixed)
 
 
 def batch(unit: int, step: int) -> torch.Tensor:

@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 import nxdpp
 from nxdpp import parallel_state
@@ -13,7 +12,7 @@ from nxdpp.doors.nnscaler import autodist as policy
 from nxdpp.doors.nnscaler.policies import layout_of
 from nxdpp.doors.nnscaler.unit_layout import UnitLayout
 from nxdpp.nnscaler import ComputeConfig
-from tests.doors.nnscaler.modules import Blocks, EndToEnd, sample_of
+from tests.doors.nnscaler.modules import Blocks, sample_of
 
 
 def chosen(ranks: int, settings: dict[str, Any] | None = None, module: Any = None, **given: Any) -> UnitLayout:
@@ -54,37 +53,6 @@ def test_it_takes_the_prediction_with_the_shortest_step(monkeypatch: pytest.Monk
     assert not parallel_state.model_parallel_is_initialized()
 
 
-class Asking(EndToEnd):
-    """A trace cannot answer what it asks about data."""
-
-    def forward(self, data: dict[str, torch.Tensor]) -> torch.Tensor:
-        loss = super().forward(data)
-        return -loss if loss > 3 else loss
-
-
-def test_a_module_that_is_not_traced_has_no_pipeline() -> None:
-    reason = "Asking could not be traced with the inputs"
-    with pytest.warns(UserWarning, match=f"autodist compares no pipelines: {reason}"):
-        assert chosen(2, {"pipeline_nmicros": 4}, Asking()).tensor == 2
-    with pytest.raises(ValueError, match=f"autodist finds no layout: {reason}"):
-        chosen(2, {"pipeline_nmicros": 4, "max_partition_degree": 1}, Asking())
-
-
-def test_stages_and_pivots() -> None:
-    settings = {"pipeline_nmicros": 4, "pipeline_nstages": 4, "max_partition_degree": 1, "pipeline_pivots": "Block"}
-    layout = chosen(2, settings, Blocks(layers=6))
-
-    assert (layout.pipeline, layout.chunks, len(layout.cuts)) == (2, 2, 3)
-    assert layout.layer_classes == ("Block",)
-    assert all(cut.startswith("blocks.") for cut in layout.cuts)
-
-
-def test_memory_decides() -> None:
-    with pytest.raises(ValueError, match=r"autodist finds no layout\. .*the smallest one needs") as refused:
-        chosen(2, {"pipeline_nmicros": 4, "mem_constraint": 1e-6})
-    assert "1 tensor-parallel and 2 pipeline ranks" in str(refused.value)
-
-
 def test_recomputed_modules() -> None:
     assert chosen(1, {"recompute_modules": "Block, head"}).recompute == (*(f"blocks.{i}" for i in range(4)), "head")
 
@@ -104,19 +72,3 @@ def test_a_layout_is_saved_and_loaded(tmp_path: Path) -> None:
         chosen(2, {"load_plan_path": path})
     with pytest.raises(ValueError, match=r"there is no layout .* write it with save_plan_path"):
         chosen(2, {"load_plan_path": tmp_path / "other"})
-
-
-REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"pipeline_nstages": 2}, "pipeline_nmicros must be a whole number above 0, not 0"),
-    ({"max_partition_degree": 3}, "max_partition_degree=3 must be a divisor of plan_ngpus=2"),
-    ({"max_partition_degree": 1}, "A pipeline needs use_end2end=True and pipeline_nmicros or update_freq"),
-    ({"partition_constraints_path": "a.yaml"}, "partition_constraints_path constrains single operations"),
-    ({"recompute_modules": "Layer"}, "Blocks has no module 'Layer'"),
-    ({"nmicros": 2}, "pas_config has nmicros, and policies have"),
-]
-
-
-@pytest.mark.parametrize(("settings", "message"), REFUSED)
-def test_refusals(settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        chosen(2, settings)

@@ -157,24 +157,6 @@ def closures(use_zero: bool, with_sum: bool) -> None:
     assert_same(model, expected)
 
 
-def refusals() -> None:
-    model = end_to_end()
-    adam = torch.optim.Adam
-    refused: list[tuple[type[Exception], str, Callable[[], object]]] = [
-        (RuntimeError, "Linear has no parallel module in it", lambda: built(nn.Linear(1, 1), adam)),
-        (RuntimeError, "is end-to-end and inside of a Sequential", lambda: built(nn.Sequential(model), adam)),
-        (ValueError, "LBFGS follows the loss of one unit", lambda: built(model, torch.optim.LBFGS)),
-        (
-            TypeError,
-            "with parameters that it was not given",
-            lambda: built(model, lambda parameters: adam([nn.Parameter(torch.ones(1))])),
-        ),
-    ]
-    for kind, text, call in refused:
-        with pytest.raises(kind, match=text):
-            call()
-
-
 def run_cases(rank: int) -> None:
     manual_and_automatic(1, "dp", False)
     manual_and_automatic(1, "dp", True, zero_ngroups=2)
@@ -182,7 +164,6 @@ def run_cases(rank: int) -> None:
     hooks(True, scattered=True)
     closures(True, with_sum=True)
     closures(False, with_sum=False)
-    refusals()
     parallel_state.destroy_model_parallel()
     manual_and_automatic(2, "pp", True)
 

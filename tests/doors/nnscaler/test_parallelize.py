@@ -1,4 +1,4 @@
-"""``parallelize``: objects and classes, values, dtypes, refusals, and modules that are called."""
+"""``parallelize``: objects and classes, values, dtypes, and modules that are called."""
 
 import copy
 import warnings
@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from nxdpp import parallel_state
-from nxdpp.nnscaler import BroadcastGenFilesStrategy, ComputeConfig, ParallelModule, ReuseType
+from nxdpp.nnscaler import ComputeConfig, ParallelModule, ReuseType
 from tests.doors.nnscaler.own_folders import parallelize
 from tests.doors.nnscaler.trained_modules import WIDTH, Held, Mlp, Net, NetOfHeld, sample
 from tests.support.run_ranks import run_ranks
@@ -80,13 +80,6 @@ def _a_class_gives_a_class(rank: int) -> None:
     assert kind.__name__ == "ParallelNet"
 
 
-def _a_function_makes_the_modules_of_a_class(rank: int) -> None:
-    model = loaded_class(Mlp, {"data": sample(0)}, "dp", FOR_DP, module_fn=lambda: Mlp(3))()
-    assert len(list(model.parameters())) == 3
-    with pytest.raises(ValueError, match="module_fn must return a Mlp, not a Net"):
-        parallelize(Mlp, {"data": sample(0)}, "dp", FOR_DP, module_fn=Net)
-
-
 def _values_of_rank_0_count(rank: int) -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -153,60 +146,15 @@ def _other_inputs_inside_a_unit_are_refused(rank: int) -> None:
         held(Held(X + rank))
 
 
-def _end_to_end_modules_are_not_called(rank: int) -> None:
-    model = loaded(Mlp(), {"data": sample(0)}, "dp", ComputeConfig(1, 4, use_end2end=True))
-    with pytest.raises(RuntimeError, match=r"train_step\(samples\) trains it"):
-        model(sample(0))
-    other = loaded(made(), {"x": X}, "dp", FOR_DP)
-    for call in (other.train_step, other.infer_step):
-        with pytest.raises(RuntimeError, match="needs use_end2end=True"):
-            call([X])
-
-
-def _other_units_are_refused(rank: int) -> None:
-    with pytest.raises(RuntimeError, match="needs units of 2 tensor-parallel ranks"):
-        parallelize(made(), {"x": X}, "tp", FOR_TP)
-    with pytest.raises(ValueError, match=r"the job has 4 ranks, and compute_config.runtime_ngpus is 8"):
-        parallelize(made(), {"x": X}, "dp", ComputeConfig(1, 8))
-    with pytest.raises(RuntimeError, match="its 0 is a ParallelModule already"):
-        parallelize(nn.Sequential(loaded(made(), {"x": X}, "dp", FOR_DP)), {"input": X}, "dp", FOR_DP)
-    with pytest.raises(RuntimeError, match="give parallelize the class"):
-        type(loaded(made(), {"x": X}, "dp", FOR_DP))()
-
-
 _CASES: list[list[Callable[[int], None]]] = [
     [_an_object_gives_an_object, _a_class_gives_a_class, _other_inputs_inside_a_unit_are_refused],
     [
-        _a_function_makes_the_modules_of_a_class,
         _values_of_rank_0_count,
         _a_dtype,
         _parameters_without_values,
         _state_dicts_have_the_names_of_the_module,
-        _end_to_end_modules_are_not_called,
-        _other_units_are_refused,
     ],
 ]
-
-
-REFUSED: list[tuple[Callable[[], Any], type[Exception], str]] = [
-    (lambda: parallelize(3, {"x": X}, "dp", FOR_DP), TypeError, "takes a module or a class of modules"),
-    (lambda: parallelize(made(), {"z": X}, "dp", FOR_DP), ValueError, "has z, and Net.forward takes"),
-    (lambda: parallelize(nn.Linear, {"input": X}, "dp", FOR_DP), ValueError, "give module_fn=lambda: Linear"),
-    (lambda: parallelize(made(), {"x": X}, "dp", FOR_DP, reuse="always"), ValueError, "always"),
-    (
-        lambda: parallelize(made(), {"x": X}, "dp", FOR_DP, broadcast_strategy=BroadcastGenFilesStrategy.ALL),
-        RuntimeError,
-        "needs torch.distributed",
-    ),
-]
-
-
-@pytest.mark.parametrize("case", range(len(REFUSED)))
-def test_refusals(case: int) -> None:
-    call, error, message = REFUSED[case]
-    with pytest.raises(error, match=message):
-        call()
-    assert not parallel_state.model_parallel_is_initialized()
 
 
 def test_a_plan_needs_no_torchrun(tmp_path: Any) -> None:

@@ -1,6 +1,5 @@
-"""Policies: the layouts that they choose, and what they refuse; no processes."""
+"""Policies: the layouts that they choose; no processes."""
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -33,13 +32,6 @@ def test_pp_cuts_evenly_over_all_ranks() -> None:
     assert chosen("pp", 2, {"pipeline_nmicros": 4, "pipeline_nstages": "auto"}) == expected
 
 
-def test_modules_inside_layers_are_cut_where_layers_are_too_few() -> None:
-    layout = chosen("pp", 4, {"pipeline_nmicros": 4}, module=Blocks(layers=2))
-
-    assert layout.layer_classes == ("Embedding", "Linear")
-    assert layout.cuts == ("embedding", "blocks.0.up", "blocks.1.up")
-
-
 def test_hybrid_divides_the_layers_of_each_stage() -> None:
     layout = chosen("hybrid", 4, {"pipeline_nmicros": 2, "pp_size": 2, "pipeline_nstages": 2})
 
@@ -63,29 +55,6 @@ def test_schedulers(scheduler: str, stages: int, schedule: str, chunks: int) -> 
 
     assert (layout.schedule, layout.chunks, layout.microbatches) == (schedule, chunks, 3)
     assert len(layout.cuts) == stages - 1
-
-
-REFUSED: list[tuple[str, int, dict[str, Any], str]] = [
-    ("dp", 2, {}, "dp has units of one rank, and plan_ngpus is 2: give plan_ngpus=1"),
-    ("ddp", 1, {}, "there is no policy 'ddp': give one of dp, tp, pp, data, hybrid, autodist"),
-    ("pp", 2, {}, "pas_config needs pipeline_nmicros"),
-    ("pp", 2, {"pipeline_nmicros": 2, "pipeline_nstages": 4}, "pp needs pipeline_nstages=2, which is plan_ngpus"),
-    ("hybrid", 4, {"pipeline_nmicros": 2, "pipeline_nstages": 3}, "pp_size=3 must be a divisor of plan_ngpus=4"),
-    (
-        "pp",
-        2,
-        {"pipeline_nmicros": 2, "pipeline_scheduler": "chimera_direct"},
-        "runs microbatches through the stages in two directions, which nxdpp does not",
-    ),
-    ("pp", 2, {"pipeline_nmicros": 3, "pipeline_scheduler": "infer_pipe"}, "is not supported in training mode"),
-    ("dp", 1, {"nmicros": 2}, "pas_config has nmicros, and policies have .*pipeline_nmicros.* Leave them out"),
-]
-
-
-@pytest.mark.parametrize(("policy", "ranks", "settings", "message"), REFUSED)
-def test_refusals(policy: str, ranks: int, settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        chosen(policy, ranks, settings)
 
 
 def test_a_pipeline_needs_an_end_to_end_module() -> None:
@@ -153,41 +122,3 @@ def test_a_module_without_layers_that_run_once() -> None:
         chosen("pp", 2, {"pipeline_nmicros": 2}, module=Twice())
     assert chosen("dp", 1, module=Twice()) == UnitLayout()
     assert chosen("tp", 2, module=Twice()).tensor == 2
-
-
-def _cut_alone(graph: PolicyGraph, compute_config: ComputeConfig) -> PolicyGraph:
-    graph.cut_after(["blocks.0"])
-    return graph
-
-
-def _two_cuts(graph: PolicyGraph, compute_config: ComputeConfig) -> PolicyGraph:
-    graph.cut_after(["blocks.0", "blocks.1"])
-    graph.schedule("1f1b", 2, 2)
-    return graph
-
-
-@pytest.mark.parametrize(
-    ("policy", "message"),
-    [
-        (lambda graph, _: graph, "the policy uses 1 of plan_ngpus=2 ranks of a unit: divide the rest"),
-        (_cut_alone, "the policy cuts the model and gives no schedule: call graph.schedule"),
-        (_two_cuts, "2 stages need 1 cut; the policy gives 2"),
-    ],
-)
-def test_divisions_that_cannot_run_are_refused(policy: Callable[..., Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        chosen(policy, 2)
-
-
-def test_a_policy_of_nnscalers_graph_is_refused_with_the_place_of_the_remedy() -> None:
-    with pytest.raises(ValueError, match=r"an operation of nnScaler's IRGraph .* \(docs/nnscaler\.md#policies\)"):
-        chosen(lambda graph, _: graph.select(ntype=object), 2)
-    with pytest.raises(AttributeError, match=r"PolicyGraph has no 'layer': docs/nnscaler\.md#policies has its names"):
-        chosen(lambda graph, _: graph.layer, 2)
-
-
-def test_a_policy_that_is_no_policy() -> None:
-    with pytest.raises(TypeError, match="a policy function must return the graph that it was given, not None"):
-        chosen(lambda graph, _: None, 1)
-    with pytest.raises(TypeError, match=r"pas_policy must be a name or a function \(graph, compute_config\)"):
-        chosen(3, 1)

@@ -43,7 +43,6 @@ def _cases(rank: int) -> None:
     _plain_modules_with_other_values(rank)
     _values_loaded_on_one_rank(rank)
     _added_groups_are_refused()
-    _other_configurations(rank)
     _scalers(rank)
     parallel_state.destroy_model_parallel()
     _other_seeds_in_a_unit(rank)
@@ -94,11 +93,6 @@ def _added_groups_are_refused() -> None:
     with pytest.raises(RuntimeError, match="gradients of an added group would not be summed over the units"):
         optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
     assert len(optimizer.param_groups) == 1
-
-
-def _other_configurations(rank: int) -> None:
-    with pytest.raises(RuntimeError, match="other compute_configs: on rank 1 use_zero is True, and False on rank 0"):
-        loaded(use_zero=rank == 1)
 
 
 def _scalers(rank: int) -> None:

@@ -5,7 +5,6 @@ from typing import Any
 import pytest
 import torch
 
-from nxdpp.doors.nnscaler.policies import layout_of
 from nxdpp.doors.nnscaler.policy_graph import PolicyGraph
 from nxdpp.nnscaler import ComputeConfig, ParallelModule
 from tests.doors.nnscaler.modules import Block, Blocks, sample_of
@@ -60,13 +59,3 @@ def _in_a_pipeline(rank: int) -> int:
 
 def test_each_stage_runs_its_own_modules_twice() -> None:
     assert run_ranks(2, _in_a_pipeline) == [2, 2]  # a block, two samples
-
-
-def test_a_list_of_layers_is_refused_in_a_pipeline() -> None:
-    def chosen(graph: PolicyGraph, _: ComputeConfig) -> PolicyGraph:
-        graph.recompute(["blocks"])
-        graph.schedule("1f1b", 2, 2)
-        return graph
-
-    with pytest.raises(ValueError, match="blocks cannot be recomputed in a pipeline: give the layers inside"):
-        layout_of(chosen, Blocks(), sample_of(Blocks()), ComputeConfig(2, 2, use_end2end=True))

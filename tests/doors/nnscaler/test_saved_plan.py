@@ -1,14 +1,11 @@
-"""The plan in ``gen_savedir``: its path, settings of the user in it, and several hosts."""
+"""The plan in ``gen_savedir`` of several hosts."""
 
-import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
-from torch import nn
 
 from nxdpp import parallel_state
 from nxdpp.doors.nnscaler import saved_plan as files
@@ -19,7 +16,6 @@ from tests.doors.nnscaler.modules import Blocks
 from tests.support.run_ranks import run_ranks
 
 CONFIG = ComputeConfig(2, 4, use_end2end=True, pas_config={"pipeline_nmicros": 4})
-KEPT = UnitLayout(pipeline=2, schedule="1f1b", microbatches=4, cuts=("blocks.0",))
 NEW = UnitLayout(pipeline=2, schedule="gpipe", microbatches=4, cuts=("blocks.1",))
 
 
@@ -30,46 +26,6 @@ def nothing_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def plan_in(folder: Path, config: ComputeConfig = CONFIG) -> SavedPlan:
     return SavedPlan(plan_path(folder, Blocks, None), Blocks(), config)
-
-
-def found_or_made(plan: SavedPlan, reuse: ReuseType) -> str:
-    """The outcome of ``find_or_make`` in a word."""
-    try:
-        layout, is_new = plan.find_or_make(reuse, lambda: NEW)
-    except RuntimeError:
-        return "does not fit"
-    assert layout == (NEW if is_new else KEPT)
-    assert plan.layout_in(plan.read() or "") == layout
-    return "new" if is_new else "kept"
-
-
-def test_paths(tmp_path: Path) -> None:
-    class Inner(nn.Module):
-        pass
-
-    folder = tmp_path / "_parallel_modules"
-    assert plan_path(tmp_path, Blocks, None) == folder / "tests/doors/nnscaler/modules/Blocks/_/plan.json"
-    assert plan_path(tmp_path, Blocks, "a.b") == folder / "tests/doors/nnscaler/modules/Blocks/a/b/plan.json"
-    assert plan_path(tmp_path, Inner, "a").parts[-5:] == ("test_paths", "_locals_", "Inner", "a", "plan.json")
-    for name in ("", "a/b", "..", "a..b"):
-        with pytest.raises(ValueError, match="must have letters, digits, _ and -"):
-            plan_path(tmp_path, Blocks, name)
-    with pytest.raises(TypeError, match="instance_name must be text or None, not 3"):
-        plan_path(tmp_path, Blocks, 3)  # type: ignore[arg-type]
-
-
-def test_settings_of_the_user_count(tmp_path: Path) -> None:
-    def config(value: Any) -> ComputeConfig:
-        return ComputeConfig(1, 1, user_config={"value": value})
-
-    for number, value in enumerate(((1, 2), {"b": None}, {3}, Path("c"), torch.float16, math.sqrt)):
-        folder = tmp_path / str(number)
-        assert found_or_made(plan_in(folder, config=config(value)), ReuseType.MATCH) == "new"
-        assert plan_in(folder, config=config(value)).find_or_make(ReuseType.MATCH, lambda: KEPT) == (NEW, False)
-        assert found_or_made(plan_in(folder, config=config("other")), ReuseType.MATCH) == "does not fit"
-    for value in (object(), lambda: None):
-        with pytest.raises(ValueError, match=r"user_config\['value'\] is .* and a plan file keeps text, numbers"):
-            plan_in(tmp_path, config=config(value))
 
 
 def _on_two_hosts(rank: int, folder: str) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Modules with different settings of ZeRO in one optimizer, and buckets of gradients of several dtypes and sizes."""
+"""Modules with different settings of ZeRO in one optimizer."""
 
 from typing import Any
 
@@ -9,7 +9,6 @@ from torch import nn
 from nxdpp import parallel_state
 from nxdpp.nnscaler import (
     ComputeConfig,
-    ParallelModule,
     build_optimizer,
     deduped_state_dict,
     load_deduped_state_dict,
@@ -83,51 +82,10 @@ def mixed_zero(rank: int, plan: int, *settings: dict[str, Any], groups: int) -> 
     parallel_state.destroy_model_parallel()
 
 
-class Halves(nn.Module):
-    """Parameters of float32 and float16, which no rank divides."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        for name, shape in (("w", (WIDTH, WIDTH)), ("b", (WIDTH,))):
-            setattr(self, f"{name}0", nn.Parameter(torch.randn(*shape)))
-            setattr(self, f"{name}1", nn.Parameter(torch.randn(*shape).half()))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        w0, b0, w1, b1 = (self.get_parameter(name) for name in ("w0", "b0", "w1", "b1"))
-        return ((w1 @ (w0 @ x + b0).half()) / 8 + b1).sum().float()
-
-
-def buckets(rank: int, **settings: Any) -> list[torch.dtype]:
-    """Compare the sums with one process to the bit, and return the dtype of each bucket."""
-    torch.manual_seed(0)
-    expected, plan = Halves(), 2
-    config = ComputeConfig(plan, RANKS, use_end2end=True, **settings)
-    samples = [
-        torch.randn(WIDTH, WIDTH, generator=torch.Generator().manual_seed(unit)) for unit in range(RANKS // plan)
-    ]
-    model = parallelize(expected, {"x": samples[0]}, "tp", config)
-    assert isinstance(model, ParallelModule)
-    optimizer: Any = build_optimizer(model, torch.optim.SGD, lr=0.1)
-    seen: list[torch.dtype] = []
-    optimizer.register_reducer_pre_hook(lambda reducer, grad: seen.append(grad.dtype))
-    model.train_step([samples[rank // plan]])
-    optimizer.sync_shard_grad()
-    for each in samples:
-        expected(each).backward()
-    for name, parameter in expected.named_parameters():
-        own = model.get_parameter(name).grad
-        assert own is not None
-        assert parameter.grad is not None
-        assert torch.equal(own, parameter.grad)
-    return seen
-
-
 def run_cases(rank: int) -> None:
     zero: dict[str, Any] = {"use_zero": True}
     mixed_zero(rank, 1, {**zero, "zero_ngroups": 2}, {**zero, "zero_ngroups": 4}, groups=2)
     mixed_zero(rank, 2, {}, {**zero, "zero_use_reduce_scatter": True}, groups=1)
-    dtypes = buckets(rank, use_async_reducer=True, reducer_bucket_cap_mb=100)
-    assert sorted(map(str, dtypes)) == ["torch.float16", "torch.float32"]
 
 
 def test_sums_and_states_are_those_of_one_process() -> None:

@@ -1,7 +1,7 @@
 """``train_step`` and ``infer_step`` of end-to-end modules, beside one process."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from torch import nn
 from nxdpp import parallel_state
 from nxdpp.nnscaler import ComputeConfig, ParallelModule
 from tests.doors.nnscaler.own_folders import parallelize
-from tests.doors.nnscaler.trained_modules import WIDTH, Held, Mlp, Net, SwitchedMlp, TiedMlp, sample
+from tests.doors.nnscaler.trained_modules import WIDTH, Mlp, SwitchedMlp, TiedMlp, sample
 from tests.support.run_ranks import run_ranks
 
 MICROBATCHES = 3
@@ -69,7 +69,7 @@ def test_steps_on_ranks() -> None:
 
 def _on_ranks(rank: int) -> None:
     for cases in (
-        (_sums_over_samples, _samples_of_any_structure, _samples_of_different_shapes),
+        (_sums_over_samples, _samples_of_different_shapes),
         (_over_tensor_ranks_too,),
     ):
         for case in cases:
@@ -132,41 +132,6 @@ def _samples_of_different_shapes(rank: int) -> None:
     assert_same(model.infer_step(samples[::-1]), [whole(each) for each in samples[::-1]])
 
 
-class Pair(NamedTuple):
-    """A sample that is no dict."""
-
-    data: torch.Tensor
-    others: list[Any]
-
-
-class PairMlp(Mlp):
-    """Takes a ``Pair`` of ``data`` and of a target and a dict."""
-
-    def forward(self, data: Any, power: int = 2) -> Any:
-        x, (target, settings) = data
-        return super().forward({"data": x, "target": target}, power) * settings["scale"]
-
-
-def pair(seed: int) -> Pair:
-    values = sample(seed)
-    return Pair(values["data"], [values["target"], {"scale": 2.0}])
-
-
-def _samples_of_any_structure(rank: int) -> None:
-    samples = [pair(seed) for seed in range(MICROBATCHES)]
-    settings = config(4, 1, pipeline_nmicros=MICROBATCHES)
-    model, whole = loaded(made(PairMlp), "pp", settings, pair(0)), made(PairMlp)
-    assert_same(model.train_step(samples), trained_whole(whole, samples))
-    assert_same_gradients(model, whole)
-
-
-class HeldMlp(Mlp):
-    """Returns a dataclass too."""
-
-    def forward(self, data: Any, power: int = 2) -> Any:
-        return super().forward(data, power), Held(self.layers[0](data["data"]))
-
-
 class TestWithoutAPipeline:
     """One rank, which takes any number of samples, of any structure."""
 
@@ -185,26 +150,6 @@ class TestWithoutAPipeline:
         model.eval()
         whole.eval()
         assert_same(model.infer_step(samples_of(0)), [whole(each) for each in samples_of(0)])
-
-    def test_a_dataclass_in_the_output_is_detached(self) -> None:
-        ((loss, held),) = loaded(made(HeldMlp), "dp", config(1, 1)).train_step([sample(0)])
-        assert not loss.requires_grad
-        assert not held.x.requires_grad
-
-    def test_refusals(self) -> None:
-        model = loaded(made(), "dp", config(1, 1))
-        with pytest.raises(ValueError, match="samples is empty"):
-            model.train_step([])
-        with pytest.raises(TypeError, match="samples must be a list with one value for each sample, not a dict"):
-            model.train_step(sample(0))  # type: ignore[arg-type]
-        only = loaded(made(), "dp", ComputeConfig(1, 1, use_end2end=True, inference_only=True))
-        without = parallelize(Net(), {"x": sample(0)["data"]}, "dp", config(1, 1))
-        assert isinstance(without, ParallelModule)
-        with pytest.raises(RuntimeError, match="must return a scalar loss first"):
-            without.train_step([sample(0)["data"]])
-        with pytest.raises(RuntimeError, match="leave inference_only out"):
-            only.train_step(samples_of(0))
-        assert_same(only.infer_step(samples_of(0)), [made()(each) for each in samples_of(0)])
 
     def test_frozen_parameters_after_refresh(self) -> None:
         several = {"pipeline_nmicros": MICROBATCHES, "pipeline_nstages": 2, "pipeline_scheduler": "1f1b_interleaved"}

@@ -2,9 +2,7 @@
 
 import threading
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -14,19 +12,6 @@ from nxdpp.checkpoint.files.checksummed_writer import write_checksummed
 from nxdpp.checkpoint.files.pieces import FileSpan
 from nxdpp.doors.nxd.checkpoint import finalize_checkpoint, load_checkpoint, save_checkpoint
 from tests.checkpoint.distributed.small_training import Training, is_same
-
-
-@pytest.mark.parametrize(
-    ("content", "async_save"), [(torch.arange(3), True), (np.arange(4).reshape(2, 2)[:, :1], False)]
-)
-def test_content_can_be_one_tensor(content: Any, async_save: bool, tmp_path: Path) -> None:
-    save_checkpoint(tmp_path, "tag", user_content=content, async_save=async_save)
-    found = load_checkpoint(tmp_path, "tag")
-    finalize_checkpoint()
-    assert type(found) is type(content)
-    assert found.shape == content.shape
-    assert found.dtype == content.dtype
-    assert (found == content).all()
 
 
 def test_a_tensor_can_be_resized_between_two_saves(tmp_path: Path) -> None:

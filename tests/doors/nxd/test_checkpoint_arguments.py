@@ -1,6 +1,5 @@
 """Arguments of the functions of checkpoints: refused on all ranks together, before anything is changed."""
 
-import inspect
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,11 +8,9 @@ import pytest
 import torch
 from torch import nn
 from torch.optim import AdamW
-from torch.optim.lr_scheduler import StepLR
 
 from nxdpp import parallel_state
-from nxdpp.doors.nxd.checkpoint import finalize_checkpoint, has_checkpoint, load_checkpoint, save_checkpoint
-from nxdpp.tensor import checkpointing
+from nxdpp.doors.nxd.checkpoint import finalize_checkpoint, load_checkpoint, save_checkpoint
 from tests.checkpoint.distributed.small_training import Training, is_same
 from tests.support.run_ranks import run_ranks
 
@@ -22,9 +19,7 @@ SAVE, LOAD = save_checkpoint, load_checkpoint
 # Of rank 1, that differ from rank 0: a function, its arguments, and the sentence on rank 0.
 DIFFERENT: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
     (SAVE, {"optimizer": None}, "save_checkpoint has optimizer=None on rank 1, and optimizer=AdamW on rank 0: make"),
-    (SAVE, {"scheduler": None}, "has scheduler=None on rank 1, and scheduler=StepLR on rank 0"),
     (SAVE, {"tag": "other"}, "has tag='other' on rank 1, and tag='tag' on rank 0"),
-    (SAVE, {"path": "other"}, "has path='other' on rank 1"),
     (SAVE, {"num_kept_ckpts": 0}, "on rank 1, ValueError: num_kept_ckpts=0 must be a whole number of at least 1"),
     (SAVE, {"async_save": True}, "has async_save=True on rank 1, and async_save=False on rank 0"),
     (
@@ -32,7 +27,6 @@ DIFFERENT: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
         {"user_content": 3},
         "has user_content= on rank 1 and not on rank 0, of which it is taken: give it on rank 0",
     ),
-    (LOAD, {"tag": None}, "has tag=None on rank 1, and tag='tag' on rank 0"),
     (LOAD, {"strict": False}, "has strict=False on rank 1, and strict=True on rank 0"),
     (LOAD, {"call": SAVE}, "rank 0 calls load_checkpoint, and rank 1 calls save_checkpoint: make the same call"),
 ]
@@ -92,7 +86,6 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
     *(({"tag": tag}, ValueError, "must be the name of a directory") for tag in
       ("a/b", "latest", "a\0", None, 1.5)),
     ({"path": "nowhere://bucket/run"}, ValueError, "'nowhere://bucket/run' is in a store that may show a file"),
-    ({"path": None}, TypeError, "path=None must be a string or a Path"),
     ({"model": nn.Linear(2, 2).state_dict()}, TypeError, "model is of class OrderedDict: give the module itself"),
     ({"optimizer": _model_and_optimizer()["optimizer"]}, ValueError, "optimizer= needs model= too"),
     ({"scheduler": lambda step: step}, TypeError, "scheduler is a function, without state_dict"),
@@ -110,58 +103,3 @@ def test_a_value_is_refused_before_a_file_is_written(
     if not {"num_kept_ckpts"} & set(changes) and changes != {"tag": None}:
         with pytest.raises(error, match=sentence):
             load_checkpoint(**{"path": tmp_path / "out", "tag": "tag", **changes})
-
-
-def test_a_script_that_asks_for_checkpoints_learns_of_a_place_without_room_for_them(tmp_path: Path) -> None:
-    assert not has_checkpoint(tmp_path / "run" / "checkpoints")
-    (tmp_path / "run").write_text("of something else")
-    for path in (tmp_path / "run", tmp_path / "run" / "checkpoints"):
-        with pytest.raises(NotADirectoryError, match=r"checkpoints need a directory, and this is none: .*/run'"):
-            has_checkpoint(path)
-    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
-    with pytest.raises(NotADirectoryError, match="link'"):
-        has_checkpoint(tmp_path / "link")
-
-
-SIGNATURES: dict[Callable[..., Any], str] = {
-    save_checkpoint: "path tag= model=None optimizer=None scheduler=None user_content=None num_workers=8 "
-    "use_xser=False num_kept_ckpts=None async_save=False zero1_optimizer=False use_zero1_dcp=False "
-    "avoid_saving_lower_precision_weights=False",
-    load_checkpoint: "path tag=None model=None optimizer=None scheduler=None num_workers=8 strict=True "
-    "use_zero1_dcp=False",
-    has_checkpoint: "path",
-    finalize_checkpoint: "",
-    checkpointing.save: "state_dict save_dir save_serially=True save_xser=False down_cast_bf16=False "
-    "master_dp_only=True",
-    checkpointing.load: "load_dir model_or_optimizer=None model_key=model load_xser=False sharded=True strict=True "
-    "model=None master_dp_only=True",
-}
-
-
-def test_names_order_and_defaults_are_those_of_nxd() -> None:
-    """Arguments of nxdpp alone have to be given by name."""
-    for function, expected in SIGNATURES.items():
-        found = []
-        for argument in inspect.signature(function).parameters.values():
-            if argument.kind is not argument.KEYWORD_ONLY:
-                is_given = argument.default is argument.empty
-                found.append(argument.name if is_given else f"{argument.name}={argument.default}")
-        assert " ".join(found) == expected
-
-
-def test_arguments_of_a_script_without_effect_are_taken(tmp_path: Path) -> None:
-    model = nn.Linear(2, 2)
-    optimizer = AdamW(model.parameters())
-    scheduler = StepLR(optimizer, 1)
-    # As in the guides: by position, and with the options of another framework.
-    flags = True, -1, False, True, True, True
-    save_checkpoint(str(tmp_path), "step_1", model, optimizer, scheduler, {"epoch": 1}, 8, *flags)
-    content = load_checkpoint(str(tmp_path), "step_1", model, optimizer, scheduler, 8, True, False)
-    assert content == {"epoch": 1}
-    assert has_checkpoint(str(tmp_path))
-    save_checkpoint(tmp_path, 12, model, use_xser=True, num_kept_ckpts=-1)
-    # -1 keeps all.
-    assert (tmp_path / "step_1").is_dir()
-    assert (tmp_path / "12").is_dir()
-    assert load_checkpoint(tmp_path, 12, model) is None
-    assert load_checkpoint(tmp_path, "12", model) is None

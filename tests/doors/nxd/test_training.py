@@ -120,11 +120,6 @@ def forward_and_backward(model: NxDModel, x: torch.Tensor) -> torch.Tensor:
     return loss.detach()
 
 
-def initialise(module: nn.Module) -> None:
-    for parameter in module.parameters(recurse=False):
-        nn.init.uniform_(parameter, -0.1, 0.1)
-
-
 def pipeline_of_two() -> None:
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
     model, _ = check(Configured, run_train, pipeline_config=PIPELINE)
@@ -142,7 +137,6 @@ def pipeline_of_two() -> None:
     )
     assert recomputed(model) == {Block}
     check(Tied, run_train, is_sharded=True, pipeline_config=PIPELINE, activation_checkpoint_config="full")
-    built_on_meta(pipeline_config=PIPELINE, pipeline_parallel_size=2)
     numbers_of_first_rank()
 
 
@@ -161,10 +155,6 @@ def replicas() -> None:
     assert recomputed(model) == set(classes)
     # run_train accumulates the microbatches of pipeline_config on one rank.
     check(Chain, run_train, pipeline_config=PIPELINE)
-    model = built_on_meta()
-    chain = make, False, Chain, 4
-    with pytest.raises(ValueError, match="the model has no Embedding"):
-        initialize_parallel_model({**model.nxd_config, "activation_checkpoint_config": nn.Embedding}, *chain)
     parallel_state.destroy_model_parallel()
 
 
@@ -202,18 +192,6 @@ def numbers_of_first_rank() -> None:
         assert torch.equal(parameter, whole[name]), name
 
 
-def built_on_meta(**options: Any) -> NxDModel:
-    """The initial weights are those of ``param_init_fn``."""
-    config = nxdpp.neuronx_distributed_config(
-        model_init_config={"meta_device_init": True, "param_init_fn": initialise}, **options
-    )
-    model = initialize_parallel_model(config, make, False, Chain, LAYERS)
-    values = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
-    assert values.abs().max() <= 0.1
-    assert values.unique().numel() == values.numel()
-    return model
-
-
 def train(rank: int) -> None:
     pipeline_of_two()
     parallel_state.destroy_model_parallel()
@@ -247,18 +225,6 @@ def test_one_process_without_clipping(alone: dict[str, Any]) -> None:
     assert "NxDOptimizer" in repr(optimizer)
 
 
-def test_layers_of_a_pipeline_are_compiled_by_apply_compile(alone: dict[str, Any]) -> None:
-    model = initialize_parallel_model(alone, make, False, Chain, LAYERS)
-    model.compile(backend="eager")
-    assert model.module._compiled_call_impl is not None
-    configured = nxdpp.neuronx_distributed_config(pipeline_config=PIPELINE)
-    model = initialize_parallel_model(configured, make, False, Chain, LAYERS)
-    with pytest.raises(RuntimeError, match=r"Call nxdpp.apply_compile\(model\) in its place"):
-        model.compile(backend="eager")
-    nxdpp.apply_compile(model, backend="eager")
-    assert model.module.get_submodule("blocks.0")._compiled_call_impl is not None
-
-
 def test_shards_next_to_zero1_and_without_a_pipeline_are_refused(alone: dict[str, Any]) -> None:
     model = initialize_parallel_model(alone, make, False, Chain, LAYERS)
     with pytest.raises(TypeError, match=r"takes a wrapped model, not a NxDModel: call it after NxDPPModel"):
@@ -282,9 +248,3 @@ def test_gradients_of_a_scaled_loss_are_unscaled(alone: dict[str, Any]) -> None:
         parameter.grad = torch.full((3,), 4.0)
         scaler.step(optimizer)
         assert parameter.tolist() == [0.75] * 3
-
-
-def test_the_third_argument_is_of_nxd(alone: dict[str, Any]) -> None:
-    for wrong in (Chain, 4):
-        with pytest.raises(TypeError, match=r"include_buffers=.*(Chain|4).* must be True or False.*model_fn, False, "):
-            initialize_parallel_model(alone, make, wrong, LAYERS)  # type: ignore[arg-type]

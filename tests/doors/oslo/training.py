@@ -72,22 +72,3 @@ def distances(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor])
     for name, tensor in found.items():
         assert tensor.shape == expected[name].shape, name
         yield name, float((tensor.cpu() - expected[name].cpu()).abs().max())
-
-
-_PARALLELISM = {"enable": True, "tensor_parallel_size": 4}
-_CHECKPOINTING = ("cpu_checkpointing", "partitioned_checkpointing", "contiguous_checkpointing")
-THEIR_CONFIGURATIONS: dict[str, dict[str, Any]] = {
-    "model_parallelism": {"model_parallelism": _PARALLELISM},
-    "activation_checkpointing": {
-        "model_parallelism": _PARALLELISM,
-        "activation_checkpointing": {"enable": True, **dict.fromkeys(_CHECKPOINTING, True)},
-    },
-    "kernel_fusion": {
-        "kernel_fusion": {
-            "enable": True,
-            "memory_efficient_fusion": True,
-            "custom_cuda_kernels": ["FusedNoRepeatNGram"],
-        }
-    },
-}
-"""The configurations of OSLO's own tests (``tests/pytorch/config`` of 2.0.1), by the names of their files."""

@@ -1,7 +1,6 @@
 """Each field of ``TrainingArguments`` is in one table, and a field that is not honoured is refused by name."""
 
 import dataclasses
-import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,6 @@ from accelerate.state import AcceleratorState
 from torch import nn
 from transformers import Trainer, TrainingArguments
 
-from nxdpp import integrations
 from nxdpp.doors.transformers import arguments, checks
 from nxdpp.integrations import PipelineTrainer
 from tests.support.models import llama
@@ -53,11 +51,6 @@ def test_each_field_is_in_one_table() -> None:
     assert set(REFUSED) == set(arguments.REFUSED)
 
 
-def test_the_defaults_are_taken(make: Any) -> None:
-    arguments.check_arguments(make())
-    arguments.check_replicas(make(), 2)
-
-
 def test_fields_are_refused_by_name(make: Any) -> None:
     for name, value in REFUSED.items():
         args = make()
@@ -82,7 +75,6 @@ def test_a_field_of_a_newer_transformers_is_refused(make: Any) -> None:
     ("given", "message"),
     [
         ({"optim": "lomo"}, "optim='lomo': a rank has some layers only. It takes adafactor, adagrad, adamw_torch, "),
-        ({"train_sampling_strategy": "batch_rebalance"}, "batch_rebalance.*Use 'group_by_length'"),
         ({"accelerator_config": {"split_batches": True}}, "accelerator_config: split_batches=True"),
         ({"output_dir": "s3://bucket/run"}, "'s3://bucket/run' is not on a file system"),
     ],
@@ -90,21 +82,6 @@ def test_a_field_of_a_newer_transformers_is_refused(make: Any) -> None:
 def test_a_value_is_refused_by_name(given: dict[str, Any], message: str, make: Any) -> None:
     with pytest.raises(ValueError, match=message):
         arguments.check_arguments(make(**given))
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ({"average_tokens_across_devices": False}, "average_tokens_across_devices=False with 2 .* Leave it at True"),
-        ({"accelerator_config": {"even_batches": False}}, "even_batches=False .* or set dataloader_drop_last=True"),
-    ],
-)
-def test_replicas_refuse_by_name(given: dict[str, Any], message: str, make: Any) -> None:
-    args = make(**given)
-    arguments.check_arguments(args)
-    arguments.check_replicas(args, 1)
-    with pytest.raises(ValueError, match=message):
-        arguments.check_replicas(args, 2)
 
 
 def test_a_trainer_compiles_the_layers(make: Any) -> None:
@@ -127,13 +104,6 @@ class OwnLoss(PipelineTrainer):
     [
         (PipelineTrainer, {"compute_loss_func": len}, "cannot honour compute_loss_func: the last stage computes"),
         (OwnLoss, {}, "OwnLoss has a compute_loss of its own, which a pipeline does not call"),
-        (PipelineTrainer, {"pipeline_arguments": {"grad_scaler": None}}, "pipeline_arguments: the trainer sets it"),
-        (PipelineTrainer, {"pipeline_arguments": {"schedule": "gpipe"}}, "schedule of pipeline_arguments: give it to"),
-        (
-            PipelineTrainer,
-            {"pipeline_arguments": {"output_loss_value_spec": (False, True)}},
-            "Trainer reads the loss as 'loss' of a dict, or as the first value of a tuple",
-        ),
         (PipelineTrainer, {"num_microbatches": 3}, "=3 must be a multiple of gradient_accumulation_steps=2"),
         (PipelineTrainer, {"most_tokens": 9, "num_microbatches": 4}, "=4 and most_tokens=9 exclude each other"),
     ],
@@ -156,11 +126,3 @@ def test_a_loss_that_parts_of_a_batch_would_change_is_refused() -> None:
     model.config.output_router_logits = True
     with pytest.raises(ValueError, match="output_router_logits=True adds a loss that is a mean over a batch"):
         checks.check_split(True, model, is_divided=True)
-
-
-def test_without_accelerate_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "accelerate.utils.memory", None)  # as if it were not installed
-    monkeypatch.delitem(sys.modules, "nxdpp.doors.transformers.trainer")
-    monkeypatch.delattr("nxdpp.doors.transformers.trainer")
-    with pytest.raises(ImportError, match=r"pip install -c constraints\.txt '\.\[trainer\]'"):
-        _ = integrations.PipelineTrainer

@@ -5,7 +5,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments
 
 from nxdpp.integrations import PipelineTrainer
@@ -68,10 +67,3 @@ def test_metrics_of_generated_tokens_equal_one_process(tmp_path: Path) -> None:
             for name in names - {"eval_runtime"} & theirs.keys():
                 assert ours[name] == pytest.approx(theirs[name], abs=1e-6), (name, ours, theirs)
     assert any(each.get("eval_letters") for each in expected)
-
-
-def test_arguments_of_generate_need_the_switch() -> None:
-    trainer = PipelineTrainer.__new__(PipelineTrainer)
-    trainer.args = torch.nn.Module()  # type: ignore[assignment]  # without predict_with_generate
-    with pytest.raises(ValueError, match="max_new_tokens: arguments of generate need predict_with_generate=True"):
-        trainer.evaluate(max_new_tokens=4)

@@ -1,9 +1,9 @@
-"""Rows that fill a last batch: cut off, or without labels beside images."""
+"""Rows that fill a last batch have no labels of their own beside images."""
 
 import pytest
 import torch
 
-from nxdpp.doors.transformers.last_batch import LastBatch, weights_of
+from nxdpp.doors.transformers.last_batch import LastBatch
 from nxdpp.ranks import parallel_state
 
 TOKENS = torch.arange(12).view(4, 3)
@@ -24,12 +24,3 @@ def test_images_beside_labels_of_rows_are_refused() -> None:
         ):
             LastBatch.of(batch, 3)
         assert LastBatch.of(batch, 3, has_loss=False) is LastBatch.of(batch, 0) is LastBatch.of(batch, -1) is None
-
-
-def test_a_mean_weighs_as_rows_or_as_a_batch() -> None:
-    rows = [None, LastBatch(rows=1, size=4, total=1)]
-    assert weights_of([{"labels": torch.ones(4).long()}] * 2, rows) == [1.0, 2.0]
-    # Three batches of one process: two full ones, and one of a row.
-    assert weights_of([{"labels": TOKENS}] * 2, rows) == [4 / 3, 4 / 3]
-    assert weights_of([{"labels": TOKENS}] * 2, [None, LastBatch(rows=0, size=4, total=1)]) == [4 / 3, 0.0]
-    assert weights_of([{"labels": TOKENS}] * 2, [None, LastBatch(rows=3, size=4, total=7)]) == [1.0, 1.0]

@@ -1,11 +1,7 @@
 """The metrics of a ``PipelineTrainer``: each optimizer step with what ``Trainer`` logs for it."""
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
-
-import numpy as np
-from transformers import TrainerControl, TrainerState
 
 from nxdpp.integrations import MetricsCallback, PipelineTrainer
 from nxdpp.watching.metrics_reader import RunMetrics
@@ -64,11 +60,3 @@ def test_steps_have_their_logs_and_a_resumed_training_appends(tmp_path: Path) ->
         assert "python" in rank.about["command"]
         assert rank.about["versions"].keys() == {"nxdpp", "torch", "transformers", "python"}
         assert (rank.about["done"], rank.about["steps"], list(rank.actions)) == (2, 4, [4])
-
-
-def test_numbers_of_numpy_are_taken() -> None:
-    told: dict[str, Any] = {}
-    callback: Any = MetricsCallback(None)  # type: ignore[arg-type]  # a log asks nothing of the trainer
-    callback._file = SimpleNamespace(add=told.update, is_last=True)
-    callback.on_log(None, TrainerState(), TrainerControl(), {"of_numpy": np.float32(0.5), "epoch": 1, "name": "a"})
-    assert told == {"of_numpy": 0.5}

@@ -21,14 +21,11 @@ def make(tmp_path: Path) -> Any:
     ("fsdp", "config"),
     [
         (True, None),
-        ("full_shard auto_wrap", None),
         ("shard_grad_op offload", {"fsdp_version": 2}),
         (
             True,
             {"reshard_after_forward": "false", "transformer_layer_cls_to_wrap": "LlamaDecoderLayer"},
         ),
-        (True, {"activation_checkpointing": True, "cpu_ram_efficient_loading": False, "xla": False}),
-        (None, {}),
     ],
 )
 def test_words_that_fully_shard_has_are_taken(fsdp: Any, config: Any, make: Any) -> None:
@@ -41,8 +38,6 @@ def test_words_that_fully_shard_has_are_taken(fsdp: Any, config: Any, make: Any)
     ("fsdp", "config", "message"),
     [
         (True, {"version": 1}, r"version=1 of fsdp_config: FSDP1 .* Set 2; data_parallel_shard_size"),
-        (True, {"state_dict_type": "SHARDED_STATE_DICT"}, "state_dict_type='SHARDED_STATE_DICT' of fsdp_config: "),
-        (True, {"fsdp_cpu_ram_efficient_loading": True}, "cpu_ram_efficient_loading=True of .* nxdpp.load_pretrained"),
         (True, {"reshard": True}, "reshard=True of fsdp_config: it is unknown. It takes activation_checkpointing, "),
         (None, {"version": 2}, r"fsdp_config={'version': 2}: it is read with fsdp=True"),
     ],
@@ -60,12 +55,6 @@ def test_what_does_not_go_with_shards_is_refused(make: Any, monkeypatch: pytest.
     checks.check_optimizer(None, optimizer, make())
     with pytest.raises(ValueError, match=r"optim='adafactor' with fsdp: .* Take adamw_torch"):
         arguments.check_arguments(make(fsdp=True, optim="adafactor"))
-    both = make(fsdp=True, fsdp_config={"activation_checkpointing": True}, activation_checkpointing=True)
-    with pytest.raises(ValueError, match="recomputes the layers: leave the argument out"):
-        arguments.check_arguments(both)
-    other = make(fsdp=True, fsdp_config={"transformer_layer_cls_to_wrap": ["LlamaMLP"]})
-    with pytest.raises(ValueError, match=r"=\['LlamaMLP'\]: its layers are \['LlamaDecoderLayer'\]"):
-        sharding.check_layers(other, llama(2), None)
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     with pytest.raises(ValueError, match=r"use_fsdp of accelerate's configuration.* fsdp=True, and start without it"):
         arguments.check_arguments(make())

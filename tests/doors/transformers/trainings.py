@@ -63,15 +63,11 @@ class Classes(Rows):
         return {"input_ids": self.rows[index], "labels": torch.tensor(index % 3)}
 
 
-IMAGE_TOKENS = {"llava": 16, "qwen2_vl": 4}
-
-
 class SomeImages(Rows):
     """Rows for a vision-language model of equal lengths, of which two of five have an image."""
 
-    def __init__(self, rows: int = 20, seed: int = 0, model: str = "llava", last: int | None = None) -> None:
+    def __init__(self, rows: int = 20, seed: int = 0, last: int | None = None) -> None:
         super().__init__(rows, 24, 24, seed)
-        self.model = model
         # From here on no row has an image.
         self.last = rows if last is None else last
 
@@ -80,26 +76,20 @@ class SomeImages(Rows):
         has_image = index % 5 <= 1 and index < self.last
         if has_image:
             ids[1] = START
-            ids[2 : 2 + IMAGE_TOKENS[self.model]] = IMAGE
+            ids[2:18] = IMAGE
         row = {"input_ids": ids, "labels": ids}
-        if self.model == "qwen2_vl":
-            row["mm_token_type_ids"] = (ids == IMAGE).int()
-            images = {"pixel_values": pixels(16, 96), "image_grid_thw": torch.tensor([[1, 4, 4]])}
-        else:
-            images = {"pixel_values": pixels(3, SIDE, SIDE) * (1 + index / 8)}
-        return row | images if has_image else row
+        return row | {"pixel_values": pixels(3, SIDE, SIDE) * (1 + index / 8)} if has_image else row
 
 
 def with_images(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     """Rows (B, T), and the images of those that have one."""
     names = {name for row in rows for name in row}
     given = {name: [row[name] for row in rows if name in row] for name in sorted(names)}
-    # Patches and sizes of images have the dimension of the images themselves.
-    return {name: torch.cat(own) if own[0].ndim == 2 else torch.stack(own) for name, own in given.items()}
+    return {name: torch.stack(own) for name, own in given.items()}
 
 
-def vision_language(name: str = "llava") -> nn.Module:
-    return make_vision_language(name)[0]
+def vision_language() -> nn.Module:
+    return make_vision_language("llava")[0]
 
 
 def padded(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
@@ -232,17 +222,6 @@ STAGES = {
         given={"optimizers": followed_optimizers},
         pipeline={"num_microbatches": 8, "schedule": "zb-v"},
     ),
-    "interleaved, some recomputed": Training(
-        {
-            "activation_checkpointing": True,
-            "activation_checkpointing_kwargs": {"every_n_layers": 2},
-            "gradient_accumulation_steps": 2,
-            "max_steps": 3,
-            "optim": "adafactor",
-        },
-        model=llama,
-        pipeline={"virtual_pipeline_size": 2},
-    ),
     "plateau, metrics of batches": Training(
         {
             **TWO_EPOCHS,
@@ -268,15 +247,6 @@ WITH_DROPOUT = Training(
 """A training whose stages draw other numbers; rank 0 orders the rows of all."""
 
 
-def _without_last_images(model: str) -> Training:
-    return Training(
-        {**TWO_EPOCHS, "remove_unused_columns": False, "train_sampling_strategy": "sequential"},
-        model=partial(vision_language, model),
-        given={"train_dataset": SomeImages(21, model=model, last=16), "data_collator": with_images},
-        replicated="per_device_train_batch_size",
-    )
-
-
 LONE = {
     "stream": Training({"max_steps": 3}, given={"train_dataset": Stream(20)}),
     "9 classes": Training(
@@ -292,7 +262,6 @@ LONE = {
         {"train_sampling_strategy": "group_by_length", "gradient_accumulation_steps": 3},
         given={"data_collator": padded, "train_dataset": Rows(19, 5, 14)},
     ),
-    "no images in the last rows of qwen2_vl": _without_last_images("qwen2_vl"),
 }
 """Trainings of two replicas of one stage; of 9 rows the second replica has none in the last batch."""
 REPLICATED = {
@@ -326,7 +295,12 @@ REPLICATED = {
         given={"data_collator": padded, "train_dataset": Rows(20, 5, 14), "eval_dataset": Rows(7, seed=1)},
         pipeline={"most_tokens": 30},
     ),
-    "no images in the last rows of llava": _without_last_images("llava"),
+    "no images in the last rows": Training(
+        {**TWO_EPOCHS, "remove_unused_columns": False, "train_sampling_strategy": "sequential"},
+        model=vision_language,
+        given={"train_dataset": SomeImages(21, last=16), "data_collator": with_images},
+        replicated="per_device_train_batch_size",
+    ),
 }
 """Trainings of two replicas of two stages."""
 ADAPTED = Training({"max_steps": 3, **EVALUATED}, model=adapted, given={"eval_dataset": Rows(7, seed=1)})

@@ -1,6 +1,6 @@
 """What a pipeline's trainer of TRL cannot honour is refused by name: arguments before anything is changed.
 
-Images, prompt tuning and an auxiliary loss of split batches are refused after TRL's constructor, which tells of them.
+Prompt tuning and an auxiliary loss of split batches are refused after TRL's constructor, which tells of them.
 """
 
 from collections.abc import Iterator
@@ -43,10 +43,7 @@ def test_each_field_is_honoured_or_refused(trainer: Any, config: Any) -> None:
     [
         ({"activation_offloading": True}, {}, "cannot honour activation_offloading=True"),
         ({"label_smoothing_factor": 0.1}, {}, "cannot honour label_smoothing_factor=0.1"),
-        ({"gradient_checkpointing_kwargs": {"selective": True}}, {}, r"\{'selective': True\}"),
-        ({}, {"compute_loss_func": print}, "cannot honour compute_loss_func"),
         ({}, {"compute_metrics": print}, "logits stay on the last stage"),
-        ({}, {"preprocess_logits_for_metrics": print}, "logits stay on the last stage"),
     ],
 )
 def test_refused_by_supervised_tuning(args: dict[str, Any], given: dict[str, Any], message: str) -> None:
@@ -59,37 +56,10 @@ def test_refused_with_pairs() -> None:
     given = {"train_dataset": pairs(2), "processing_class": tokenizer()}
     with pytest.raises(ValueError, match="cannot honour sync_ref_model=True"):
         PipelineDPOTrainer(llama(), args=DPOConfig("out", use_cpu=True, sync_ref_model=True), **given)
-    with pytest.raises(ValueError, match="num_microbatches of pipeline_arguments"):
-        PipelineDPOTrainer(
-            llama(),
-            llama(),
-            DPOConfig("out", use_cpu=True),
-            pipeline_arguments={"num_microbatches": 8},
-            **given,
-        )
 
 
-def test_refused_after_the_constructor_of_trl(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_refused_after_the_constructor_of_trl() -> None:
     config = SFTConfig("out", use_cpu=True, per_device_train_batch_size=2, gradient_accumulation_steps=2)
     given = {"args": config, "train_dataset": texts(8), "processing_class": tokenizer()}
     with pytest.raises(ValueError, match="num_microbatches splits batches, and the auxiliary loss"):
         PipelineSFTTrainer(mixtral(), num_microbatches=4, **given)
-    cut = PipelineSFTTrainer._cut_scored
-
-    def of_images(trainer: Any) -> None:
-        trainer._is_vision_dataset = True
-        cut(trainer)
-
-    # TRL takes images with a processor only.
-    monkeypatch.setattr(PipelineSFTTrainer, "_cut_scored", of_images)
-    with pytest.raises(ValueError, match="PipelineSFTTrainer takes text, and the data set has images"):
-        PipelineSFTTrainer(llama(), **given)
-
-
-def test_a_compute_loss_of_a_subclass_is_refused() -> None:
-    class Own(PipelineSFTTrainer):
-        def compute_loss(self, *given: Any, **named: Any) -> Any:
-            raise AssertionError
-
-    with pytest.raises(ValueError, match="Own has a compute_loss of its own"):
-        Own(llama(), SFTConfig("out", use_cpu=True), train_dataset=texts(2), processing_class=tokenizer())

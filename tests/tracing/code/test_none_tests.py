@@ -63,11 +63,6 @@ def given_back(model: Any, hidden: Any) -> Any:
 COMPARED = [a_stored_item, in_a_function, given_back]
 
 
-def not_loaded(model: Any, hidden: Any) -> Any:
-    hidden, _, _mask = model.unknown(hidden)
-    return hidden, None
-
-
 def _loss(use: Callable[[Any, Any], Any], returns: Callable[[Tensor], Any]) -> tuple[Tensor, Tensor]:
     model, x = Model(use, returns), torch.randn(4, 4)
     pipeline = InProcessPipeline(model, 2, {"x": x}, options_for(model, PlainLayer))
@@ -80,8 +75,3 @@ def test_a_value_that_is_compared_is_exact_or_an_error(use: Callable[[Any, Any],
     assert torch.equal(loss, expected)
     with pytest.raises(RuntimeError, match=r"a value between layers is None(.|\n)* at .*test_none_tests\.py:\d+, in "):
         _loss(use, lambda x: None)
-
-
-def test_a_value_that_is_not_compared_may_be_none() -> None:
-    loss, expected = _loss(not_loaded, lambda x: None)
-    assert torch.equal(loss, expected)

@@ -9,7 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from nxdpp.tracing.costs.count import NodeCost, count_costs
 from nxdpp.tracing.graph.trace import TracedGraph
-from tests.support.models import llama, make, padded_batch, reference
+from tests.support.models import make, padded_batch, reference
 from tests.support.traced_models import options_for, trace_with
 
 
@@ -89,46 +89,6 @@ def test_linear_layers_by_hand() -> None:
     assert layers[2].work == forward + backward
 
 
-def test_work_of_operations_without_flops() -> None:
-    costs = _costs_of_llama(vocab_size=1000)
-    embedding, norm = _of(costs, "model.embed_tokens"), _of(costs, "model.norm")
-
-    assert embedding.forward == embedding.backward == norm.forward == norm.backward == 0
-    # The backward writes a gradient of 1000 x 32 and adds it to an earlier one: two reads and a write.
-    table, rows = 1000 * 32 * 4, 2 * 16 * 32 * 4
-    indices = 2 * 16 * 8
-    assert embedding.work == 10 * (4 * table + 3 * rows + 2 * indices)
-    assert norm.work > 10 * 5 * rows
-    # A frozen embedding has no backward.
-    frozen = _of(_costs_of_llama(vocab_size=1000, frozen="model.embed_tokens"), "model.embed_tokens")
-    assert frozen.work == 10 * (2 * rows + indices)
-    assert _of(costs, "lm_head").work >= _of(costs, "lm_head").forward + _of(costs, "lm_head").backward
-
-
-def _costs_of_llama(frozen: str | None = None, **changes: Any) -> dict[fx.Node, NodeCost]:
-    model = llama(**changes)
-    if frozen is not None:
-        model.get_submodule(frozen).requires_grad_(False)
-    batch = _batch("meta")
-    return count_costs(_trace(model, batch), model, batch, torch.device("cpu"))
-
-
-def test_only_the_first_of_equal_layers_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = make("llama", layers=8)
-    layer_class = type(model.model.layers[0])
-    forward, runs = layer_class.forward, []
-
-    def counted(*args: Any, **kwargs: Any) -> Any:
-        runs.append(args[0])
-        return forward(*args, **kwargs)
-
-    traced = _trace(model, _batch())
-    monkeypatch.setattr(layer_class, "forward", counted)
-    count_costs(traced, model, _batch())
-
-    assert len(runs) == 1
-
-
 def test_model_on_the_meta_device_has_equal_costs_and_is_not_changed() -> None:
     with torch.device("meta"):
         on_meta = make("llama")
@@ -137,36 +97,3 @@ def test_model_on_the_meta_device_has_equal_costs_and_is_not_changed() -> None:
     assert list(_costs(on_meta, _batch("meta")).values()) == list(_costs(make("llama"), _batch()).values())
     assert all(parameter is before[name] and parameter.is_meta for name, parameter in on_meta.named_parameters())
     assert all(parameter.grad is None for parameter in on_meta.parameters())
-
-
-class DataDependentLayer(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(8, 8)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = self.linear(x if x.sum() > 0 else -x)
-        return result
-
-
-class DataDependent(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(DataDependentLayer() for _ in range(2))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x.sum()
-
-
-def test_data_dependent_layers_are_estimated() -> None:
-    model = DataDependent()
-    inputs = {"x": torch.empty(5, 8, device="meta")}
-    costs = count_costs(_trace(model, inputs, DataDependentLayer), model, inputs)
-
-    for index in range(2):
-        layer = _of(costs, f"layers.{index}")
-        assert layer.estimated
-        assert (layer.forward, layer.backward) == (2 * 72 * 5, 4 * 72 * 5)
-        assert layer.output_bytes == 5 * 8 * 4

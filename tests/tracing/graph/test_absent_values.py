@@ -12,11 +12,8 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, PreTrainedModel
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
-from nxdpp.tracing.graph.errors import TracingError
-from nxdpp.tracing.graph.trace import TracingOptions, trace_for
+from nxdpp.tracing.graph.trace import TracingOptions
 from tests.support.in_process import InProcessPipeline
-from tests.support.models import make, padded_batch
-from tests.support.traced_models import options_for
 from tests.support.training_distance import distance
 
 WINDOW = 6
@@ -136,12 +133,3 @@ def test_a_mask_of_which_nobody_asks_may_be_either_in_one_graph() -> None:
     for masked in (0, 1):
         assert distance(pipeline, model, whole, _batch(masked=masked), 2) == 0
     assert pipeline.programs.cut_graph(_batch(masked=0), True) is pipeline.programs.cut_graph(_batch(masked=1), True)
-
-
-def test_data_decide_inside_of_a_declared_layer() -> None:
-    model, batch = make("llama"), padded_batch(2)
-    for tracer, remedy in (("hf", ""), ("torch", ". Leave tracer_cls out, or give 'hf'")):
-        with pytest.raises(TracingError) as caught:
-            trace_for(model, batch, TracingOptions((nn.Linear,), tracer_cls=tracer))
-        assert f"transformer_layer_cls=['LlamaDecoderLayer']{remedy}" in str(caught.value)
-    assert trace_for(model, batch, options_for(model, ["LlamaDecoderLayer"])).layers

@@ -1,7 +1,6 @@
 """Calls that are one node of the graph."""
 
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +10,6 @@ from torch import nn
 from nxdpp.tracing.graph.calls import OpaqueCall
 from nxdpp.tracing.graph.errors import TracingError
 from nxdpp.tracing.graph.modes import Modes, modes_of
-from tests.support.exact import assert_exact
 from tests.support.traced_models import PlainLayer, PlainModel, options_for, run_graph, trace_with
 
 
@@ -147,43 +145,6 @@ def test_a_function_that_runs_layers_in_its_backward_is_refused() -> None:
     model = Reversible()
     with pytest.raises(TracingError, match=r"_Runs is an autograd Function .*\n  at .*test_calls.py:\d"):
         trace_with(model, {"x": torch.ones(2, 4)}, options_for(model, PlainLayer))
-
-
-class Scales:
-    """An object of the user with a traced value in it."""
-
-    def __init__(self, scale: Any) -> None:
-        self.inner = SimpleNamespace(scale=scale)
-
-
-def scaled(hidden: torch.Tensor, scales: Scales) -> torch.Tensor:
-    result: torch.Tensor = hidden * scales.inner.scale
-    return result
-
-
-def scaled_by(hidden: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    return scaled(hidden, Scales(scale))
-
-
-class GivesAnObject(PlainModel):
-    def prepare(self, hidden: torch.Tensor) -> torch.Tensor:
-        return scaled(hidden, Scales(hidden.mean()))
-
-
-class GivesTensors(PlainModel):
-    def prepare(self, hidden: torch.Tensor) -> torch.Tensor:
-        return scaled_by(hidden, hidden.mean())
-
-
-def test_a_single_node_with_a_traced_value_in_an_object_is_refused() -> None:
-    model, inputs = GivesAnObject(), {"x": torch.ones(2, 4)}
-    message = r"scaled is a single node and gets a Scales with a traced value in it. Give scaled the tensors themselves"
-    with pytest.raises(TracingError, match=message):
-        trace_with(model, inputs, options_for(model, PlainLayer, autowrap_functions=(scaled,)))
-    assert_exact(model, inputs, PlainLayer)
-    remedied = GivesTensors()
-    traced = trace_with(remedied, inputs, options_for(remedied, PlainLayer, autowrap_functions=(scaled_by,)))
-    assert torch.equal(run_graph(remedied, traced, inputs), remedied(**inputs))
 
 
 class CallsForward(PlainModel):

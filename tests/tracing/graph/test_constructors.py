@@ -1,7 +1,6 @@
 """Tensors outside the layers are made in each step; random tensors and numbers are refused."""
 
 import random
-import threading
 from collections.abc import Callable
 from random import uniform
 from typing import Any
@@ -14,7 +13,6 @@ from torch import cat as joined
 from torch import seed as new_seed
 from torch import zeros as nothing
 
-from nxdpp.tracing.graph.constructors import refused_random_numbers
 from nxdpp.tracing.graph.errors import TracingError
 from tests.support import other_names
 from tests.support.traced_models import PlainLayer, PlainModel, PreparedModel, options_for, run_graph, trace_with
@@ -103,12 +101,6 @@ def test_the_state_of_the_generators_is_not_set(name: str) -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_random_tensors_that_plain_fx_would_draw_once_are_refused() -> None:
-    model = PreparedModel(lambda hidden: hidden * torch.rand(1).item())
-    with pytest.raises(TracingError, match=r"torch.randn? is used outside .*\n  at .*test_constructors.py:\d+"):
-        trace_with(model, {"x": torch.ones(2, 4)}, options_for(model, PlainLayer, tracer_cls="torch"))
-
-
 DRAWS: dict[str, Callable[[], float]] = {
     "random.random": lambda: random.random(),
     "random.uniform": lambda: uniform(0, 1),
@@ -133,19 +125,3 @@ def test_a_random_number_is_refused(name: str) -> None:
     with pytest.raises(TracingError, match=rf"{name} is used outside .*\n  at .*test_constructors.py:\d+"):
         trace_with(model, {"x": torch.ones(2, 4)}, options_for(model, PlainLayer))
     DRAWS[name]()  # allowed again
-
-
-def test_other_threads_draw_meanwhile() -> None:
-    drawn: list[float] = []
-    with refused_random_numbers(PlainModel()):
-        thread = threading.Thread(target=lambda: drawn.append(random.random()))
-        thread.start()
-        thread.join()
-    assert len(drawn) == 1
-
-
-def test_transformers_may_ask_whether_to_drop_a_layer() -> None:
-    drawn: dict[str, Any] = {"__name__": "transformers.models.musicgen.modeling_musicgen", "random": random}
-    with refused_random_numbers(PlainModel()):
-        exec("number = random.uniform(0, 1)", drawn)
-    assert 0 <= drawn["number"] <= 1

@@ -1,6 +1,5 @@
 """Modes of torch in the spine are recorded, and refused where a stage cannot repeat them."""
 
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -8,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 from torch import fx
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -52,18 +50,6 @@ def test_each_node_has_the_modes_in_which_it_ran(tracer: str | type[fx.Tracer]) 
         "exp": Modes((), 1),
         "tanh": Modes((low,), 2),
     }
-
-
-def test_the_answer_to_a_traced_question_sets_a_mode() -> None:
-    def asks(hidden: torch.Tensor) -> torch.Tensor:
-        many, few = hidden.shape[0] > 1, hidden.shape[0] > 2
-        with torch.set_grad_enabled(many), torch.autocast("cpu", dtype=torch.bfloat16, enabled=many):
-            hidden = torch.sin(hidden)
-        with torch.set_grad_enabled(few), torch.autocast("cpu", dtype=torch.bfloat16, enabled=few):
-            return torch.cos(hidden)
-
-    low = ("autocast cpu", (True, torch.bfloat16))
-    assert _modes(_trace(asks)) == {"sin": Modes((low,), 1), "cos": Modes((("gradients", False),), 2)}
 
 
 class _Doubling(TorchFunctionMode):
@@ -111,17 +97,6 @@ def test_a_mode_that_a_stage_cannot_repeat_is_refused(message: str) -> None:
         _trace(prepare)
 
 
-def test_an_order_of_attention_kernels_is_refused() -> None:
-    def prepare(hidden: torch.Tensor) -> torch.Tensor:
-        with sdpa_kernel([SDPBackend.MATH, SDPBackend.FLASH_ATTENTION], set_priority=True):
-            return hidden * 2
-
-    with pytest.raises(
-        TracingError, match=r"sdpa_kernel.*set_priority=True[\s\S]*\n  at .*test_modes.py:\d+, in prepare"
-    ):
-        _trace(prepare)
-
-
 def _leaves_gradients_off(hidden: torch.Tensor) -> torch.Tensor:
     torch.set_grad_enabled(False)
     return hidden * 2
@@ -131,34 +106,3 @@ def test_a_mode_that_forward_leaves_changed_is_refused_and_put_back() -> None:
     with pytest.raises(TracingError, match=r"\(gradients\) and leaves it changed"):
         _trace(_leaves_gradients_off)
     assert torch.is_grad_enabled()
-
-
-def test_clearing_the_cache_of_autocast_inside_a_block_is_refused() -> None:
-    def clears(hidden: torch.Tensor) -> torch.Tensor:
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            hidden = hidden * 2
-            torch.clear_autocast_cache()
-            return hidden * 2
-
-    with pytest.raises(TracingError, match="clear_autocast_cache is called inside"):
-        _trace(clears)
-
-
-def test_blocks_of_other_threads_are_not_those_of_the_model() -> None:
-    def waits(hidden: torch.Tensor) -> torch.Tensor:
-        inside, go_on = threading.Event(), threading.Event()
-
-        def run() -> None:
-            with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
-                inside.set()
-                go_on.wait()
-
-        thread = threading.Thread(target=run)
-        thread.start()
-        inside.wait()
-        hidden = hidden * 2
-        go_on.set()
-        thread.join()
-        return hidden
-
-    assert _modes(_trace(waits)) == {}

@@ -1,4 +1,4 @@
-"""Plain modules: traced as they are, traced with options, or refused with a message."""
+"""Plain modules: traced with functions and modules of the user as single nodes."""
 
 from typing import Any
 
@@ -8,11 +8,10 @@ from torch import fx, nn
 
 from nxdpp.tracing.graph.errors import TracingError
 from nxdpp.tracing.graph.trace import TracingOptions
+from tests.support import plain_functions
 from tests.support.traced_models import (
     PlainLayer,
     PlainModel,
-    make_inputs,
-    make_model,
     options_for,
     run_graph,
     trace_with,
@@ -79,51 +78,21 @@ def test_every_tracer_wraps_functions(tracer: Any) -> None:
     _check(model, _options(model, autowrap_functions=(sign_of_the_sum,), tracer_cls=tracer))
 
 
+class CallsAModule(PlainModel):
+    def prepare(self, hidden: torch.Tensor) -> torch.Tensor:
+        return plain_functions.sign_of(hidden)
+
+
+def test_the_functions_of_a_python_module_are_wrapped() -> None:
+    model = CallsAModule()
+    name = "tests.support.plain_functions"
+    with pytest.raises(TracingError, match=rf"single nodes: import {name}; autowrap_modules=\[{name}\]"):
+        _check(model, _options(model))
+
+    _check(model, _options(model, autowrap_modules=(plain_functions,)))
+
+
 def test_a_tracer_of_the_users_own() -> None:
     model = BranchesInAModule()
 
     _check(model, _options(model, tracer_cls=BranchingTracer))
-
-
-@pytest.mark.parametrize(("leaf", "where"), [("LlamaModel", "model"), ("LlamaForCausalLM", "the model")])
-def test_a_leaf_that_holds_layers_is_refused(leaf: str, where: str) -> None:
-    model = make_model("llama", layers=2)
-    options = options_for(model, leaves=(leaf,))
-    with pytest.raises(ValueError, match=rf"leaf_module_cls names {leaf}, but {where} of that class holds"):
-        trace_with(model, make_inputs("llama"), options)
-
-
-def test_targets_are_the_names_of_the_module() -> None:
-    class WithParameter(PlainModel):
-        shift: torch.Tensor
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.scale = nn.Parameter(torch.full((4,), 2.0))
-            self.register_buffer("shift", torch.arange(4.0))
-
-        def prepare(self, hidden: torch.Tensor) -> torch.Tensor:
-            return hidden * self.scale + self.shift
-
-    model = WithParameter()
-    traced = trace_with(model, {"x": torch.ones(3, 4)}, _options(model))
-
-    assert {node.target for node in traced.graph.nodes if node.op == "get_attr"} == {"scale", "shift"}
-    layers = [f"layers.{index}" for index in range(4)]
-    assert [n.target for n in traced.graph.nodes if n.op == "call_module"] == ["embedding", *layers, "head"]
-    _check(model, _options(model))
-
-
-def test_a_layer_run_twice_is_listed_twice() -> None:
-    class Repeats(PlainModel):
-        def prepare(self, hidden: torch.Tensor) -> torch.Tensor:
-            result: torch.Tensor = self.layers[0](hidden)
-            return result
-
-    model = Repeats()
-
-    assert trace_with(model, {"x": torch.ones(3, 4)}, _options(model)).layers[:3] == (
-        "layers.0",
-        "layers.0",
-        "layers.1",
-    )

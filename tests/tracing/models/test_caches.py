@@ -7,7 +7,6 @@ import torch
 from torch import nn
 from transformers import DynamicCache
 
-from nxdpp.tracing.graph.errors import TracingError
 from tests.support.traced_models import make_inputs, make_model, run_graph, trace_with
 from tests.support.wrapped_models import PassesOn
 
@@ -26,11 +25,6 @@ class Prefixed(PassesOn):
         rows = input_ids.shape[0]
         parts = self.prefix.unsqueeze(2).expand(-1, -1, rows, -1, -1, -1).unbind(0)
         return self.module(input_ids, past_key_values=DynamicCache([part.unbind(0) for part in parts]))
-
-
-class Unfilled(PassesOn):
-    def forward(self, input_ids: torch.Tensor) -> Any:
-        return self.module(input_ids, past_key_values=DynamicCache())
 
 
 def tokens() -> dict[str, torch.Tensor]:
@@ -58,18 +52,3 @@ def test_a_layer_that_reads_the_part_of_another_one_is_refused() -> None:
 
     with pytest.raises(RuntimeError, match="part of a key-value cache that belongs to another layer"):
         run_graph(model, traced, tokens())
-
-
-def test_two_layers_with_one_part_are_refused() -> None:
-    model = Prefixed(2)
-    model.module.model.layers[1].self_attn.layer_idx = 0
-
-    with pytest.raises(TracingError, match="two modules use part 0 of a DynamicCache"):
-        trace_with(model, tokens())
-
-
-def test_a_cache_for_later_tokens_is_refused() -> None:
-    model = Unfilled(make_model("llama", layers=2))
-
-    with pytest.raises(TracingError, match=r"a pipeline has no cache\. Call the model with past_key_values=None"):
-        trace_with(model, tokens())

@@ -125,25 +125,3 @@ def test_a_field_of_an_output_that_a_layer_returned_is_refused_with_a_remedy() -
     model = ReturnsANewState(*PLAIN)
     pipeline = InProcessPipeline(model, 2, {"x": x}, transformer_layer_cls=StateLayer)
     assert torch.equal(pipeline.train({"x": x}, 1)[0], model(x).loss)
-
-
-class KeepsFeatures(Model):
-    def finish(self, value: Any) -> Any:
-        value.pooled = value.hidden * 2
-        return {"loss": self.head(value.pooled).mean(), "features": value}
-
-
-def test_features_beside_the_loss_of_a_transformers_model_are_warned_of(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    x = torch.randn(4, 4)
-    model = KeepsFeatures(*PLAIN)
-    with pytest.raises(TracingError, match=r"KeepsFeatures\.forward sets .*\.pooled.* Return a new object"):
-        InProcessPipeline(model, 2, {"x": x}, transformer_layer_cls=StateLayer)
-    monkeypatch.setattr(KeepsFeatures, "__module__", "transformers.models.features")
-    pipeline = InProcessPipeline(model, 2, {"x": x}, transformer_layer_cls=StateLayer)
-    assert torch.equal(pipeline.train({"x": x}, 1)[0], model(x)["loss"])
-    assert "an evaluation without labels the value lacks it" in caplog.text
-    monkeypatch.setattr(SetsTheLoss, "__module__", "transformers.models.features")
-    with pytest.raises(TracingError, match=r"SetsTheLoss\.forward sets .*\.loss.* Return a new object"):
-        InProcessPipeline(SetsTheLoss(*PLAIN), 2, {"x": x}, transformer_layer_cls=StateLayer)

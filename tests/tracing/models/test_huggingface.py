@@ -3,24 +3,17 @@
 import copy
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
-from torch import fx, nn
 from transformers import (
-    LlamaModel,
     PreTrainedModel,
-    pytorch_utils,
 )
-from transformers.masking_utils import create_recurrent_attention_mask
 
 from nxdpp.tracing.graph.errors import TracingError
-from nxdpp.tracing.models.huggingface import refuse_packed_positions
-from tests.support.exact import assert_exact
 from tests.support.traced_models import ARCHITECTURES, make_inputs, make_model, run_graph, trace_with
-from tests.support.wrapped_models import PassesOn
 
 LAYER_PREFIX = {
     "llama": "model.layers",
@@ -31,9 +24,7 @@ LAYER_PREFIX = {
     "bert_classifier": "bert.encoder.layer",
 }
 VARIANTS = {
-    "ids": ("input_ids",),
     "ids, mask": ("input_ids", "attention_mask"),
-    "ids, labels": ("input_ids", "labels"),
     "all": ("input_ids", "attention_mask", "labels", "position_ids"),
     "embeddings": ("inputs_embeds", "attention_mask", "labels"),
 }
@@ -67,33 +58,6 @@ def test_the_graph_computes_the_numbers_of_the_model(architecture: str, names: t
         assert torch.equal(output.loss, expected.loss)
     else:
         assert output.loss is None
-
-
-@pytest.mark.parametrize("architecture", ["mixtral", "bert"])
-def test_a_model_on_the_meta_device_gives_the_same_graph(architecture: str) -> None:
-    inputs = make_inputs(architecture)
-    with torch.device("meta"):
-        on_meta = make_model(architecture)
-    assert all(parameter.is_meta for parameter in on_meta.parameters())
-
-    graph = trace_with(on_meta, inputs).graph
-    expected = trace_with(make_model(architecture), inputs).graph
-
-    assert _text(graph) == _text(expected)
-
-
-def _text(graph: fx.Graph) -> list[str]:
-    return [f"{node.op} {node.name} {node.args} {node.kwargs}" for node in graph.nodes]
-
-
-def test_a_graph_serves_any_batch_size_and_length() -> None:
-    model = make_model("llama")
-    traced = trace_with(model, make_inputs("llama"))
-
-    for batch, length in ((1, 3), (5, 17)):
-        tokens = torch.randint(3, 60, (batch, length), generator=torch.Generator().manual_seed(batch))
-        inputs = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "labels": tokens}
-        assert torch.equal(run_graph(model, traced, inputs).loss, model(**inputs).loss)
 
 
 @contextmanager
@@ -156,61 +120,9 @@ def test_a_cache_and_tuples_in_the_configuration_do_not_matter() -> None:
     assert model.config.return_dict is False
 
 
-@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable:FutureWarning")
-def test_a_layers_own_checkpointing_is_no_part_of_the_graph() -> None:
-    model = make_model("llama")
-    model.gradient_checkpointing_enable()
-    model.train()
-    inputs = make_inputs("llama")
-
-    with _unchanged(model):
-        traced = trace_with(model, inputs)
-
-    assert traced.layers == tuple(f"model.layers.{index}" for index in range(4))
-    assert torch.equal(run_graph(model, traced, inputs).loss, model(**inputs, use_cache=False).loss)
-
-
 def test_a_cache_is_refused_as_an_input() -> None:
     with pytest.raises(ValueError, match=r"use_cache=True.*Leave use_cache out"):
         trace_with(make_model("mixtral", layers=2), {**make_inputs("mixtral"), "use_cache": True})
-
-
-def test_nothing_of_a_model_inside_a_module_is_changed_by_a_trace() -> None:
-    inner = make_model("mixtral", layers=2)
-    inner.config.use_cache = True
-    model = PassesOn(PassesOn(inner))
-    inputs = make_inputs("mixtral")
-
-    with _unchanged(inner):
-        traced = trace_with(model, inputs)
-
-    assert traced.layers == ("module.module.model.layers.0", "module.module.model.layers.1")
-    assert torch.equal(run_graph(model, traced, inputs).logits, inner(**inputs).logits)
-
-
-class _Scaled(nn.Module):
-    """A model with a method that keeps its results, as the anchors of detectors are kept."""
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self.module = module
-
-    @pytorch_utils.compile_compatible_method_lru_cache(maxsize=4)  # type: ignore[untyped-decorator]
-    def scale(self, length: int) -> Any:
-        return torch.full((length, 1), 0.5)
-
-    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
-        product: torch.Tensor = self.module(input_ids=input_ids).logits * self.scale(input_ids.size(1))
-        return product
-
-
-def test_a_method_that_keeps_its_results_keeps_none_of_a_trace() -> None:
-    model = _Scaled(make_model("llama"))
-    inputs = {"input_ids": make_inputs("llama")["input_ids"]}
-
-    values = run_graph(model, trace_with(model, inputs), inputs)
-
-    assert torch.equal(values, model(**inputs))
 
 
 def test_layers_dropped_at_random_are_refused() -> None:
@@ -220,44 +132,3 @@ def test_layers_dropped_at_random_are_refused() -> None:
         with pytest.raises(ValueError, match=rf"config\.{rate}=0\.1.*Set {rate}=0\.0"):
             trace_with(model, make_inputs("llama"))
         setattr(model.config, rate, 0.0)
-
-
-PACKED = torch.tensor([[0, 1, 2, 0, 1]])
-
-
-@pytest.mark.parametrize(
-    ("architecture", "inputs", "refused"),
-    [
-        ("llama", {"position_ids": PACKED}, True),
-        ("llama", {"position_ids": PACKED, "attention_mask": torch.ones(1, 5)}, False),
-        ("llama", {"position_ids": torch.arange(3, 8).unsqueeze(0)}, False),
-        ("bert", {"position_ids": PACKED}, False),  # an encoder makes no cache
-    ],
-)
-def test_packed_positions_need_a_model_without_a_cache(
-    architecture: str, inputs: dict[str, Any], refused: bool
-) -> None:
-    model = make_model(architecture)
-    model.config.use_cache = True
-    with pytest.raises(ValueError, match=r"config.use_cache is on.*use_cache=False") if refused else nullcontext():
-        refuse_packed_positions(model, inputs)
-    model.config.use_cache = False
-    refuse_packed_positions(model, inputs)
-
-
-class _Recurrent(LlamaModel):
-    """A model that needs a mask for its padding, as GLM-5 does, and makes one where none is given."""
-
-    def forward(self, input_ids: torch.Tensor, attention_mask: Any = None, **kwargs: Any) -> Any:
-        embeds = self.embed_tokens(input_ids)
-        mask = create_recurrent_attention_mask(self.config, embeds, attention_mask)
-        if mask is None:
-            mask = torch.ones(*input_ids.shape, dtype=torch.bool)
-        return super().forward(inputs_embeds=embeds * mask.bool().unsqueeze(-1))
-
-
-def test_a_recurrent_mask_that_is_not_given_is_none() -> None:
-    model: Any = make_model("llama")
-    model.model.__class__ = _Recurrent
-    ids = make_inputs("llama")["input_ids"]
-    assert_exact(model, {"input_ids": ids, "labels": ids})

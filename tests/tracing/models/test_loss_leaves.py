@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from nxdpp import NxDPPModel, parallel_state
-from nxdpp.tracing.models.loss_function import explain, nodes_of, verify_leaves
+from nxdpp.tracing.models.loss_function import nodes_of, verify_leaves
 from tests.support.models import gradient_differences
 from tests.support.run_ranks import run_ranks
 
@@ -129,17 +129,6 @@ def test_a_parameter_of_another_rank_is_named() -> None:
         verify_leaves(F.cross_entropy(output, LABELS) + elsewhere.sum(), before, model)
     with pytest.raises(ValueError, match="reads values of the model that another rank holds"):
         verify_leaves(F.cross_entropy(output, LABELS) + elsewhere.detach().sum(), before, model)
-
-
-def test_an_error_of_torch_about_values_of_another_rank_is_explained() -> None:
-    model = on_another_rank()
-    with pytest.raises(RuntimeError) as caught:
-        float(model.layers[0].get_parameter("linear.weight").detach().sum())
-    with pytest.raises(ValueError, match="reads values of the model that another rank holds"):
-        explain(caught.value, model)
-    # Other errors are those of the function.
-    explain(RuntimeError("no metal"), model)
-    explain(caught.value, Model())
 
 
 class WithWeight(Model):

@@ -93,10 +93,3 @@ def test_a_module_that_is_replaced_in_a_layer_is_refused_and_nothing_is_changed(
 
     assert model.kind == "sparse"
     assert model.layers[0].inner is inner
-
-
-def test_the_remedy_is_another_configuration() -> None:
-    model = Replacing()
-    model.kind = "full"
-
-    assert trace_for(model, INPUTS, TracingOptions((Layer,))).layers == tuple(f"layers.{i}" for i in range(4))

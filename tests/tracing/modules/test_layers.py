@@ -8,7 +8,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from transformers.models.gpt2.modeling_gpt2 import GPT2Block
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
-from nxdpp.tracing.modules.layers import find_layer_classes, layer_names, resolve_classes
+from nxdpp.tracing.modules.layers import find_layer_classes, layer_names
 from tests.support.traced_models import PlainLayer, PlainModel, make_model
 
 
@@ -82,43 +82,6 @@ def test_the_longest_run_of_equal_modules_is_taken_and_said(
     assert record.levelname == "WARNING"
     assert f"{expected.__name__} in " in record.message
     assert "pass transformer_layer_cls for other layers" in record.message
-
-
-def test_runs_of_equal_length_are_all_taken_and_said(caplog: pytest.LogCaptureFixture) -> None:
-    module = nn.ModuleDict({name: nn.ModuleList(cls() for _ in range(3)) for name, cls in RUNS.items()})
-
-    assert find_layer_classes(module, None) == (PlainLayer, Expert)
-
-    assert "its longest runs of equal modules are taken, 3 PlainLayer in a and 3 Expert in b;" in caplog.text
-    assert find_layer_classes(module, [Expert]) == (Expert,)
-
-
-RUNS = {"a": PlainLayer, "b": Expert}
-
-
-@pytest.mark.parametrize("module", [PlainLayer(), nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), nn.Sequential()])
-def test_a_module_without_a_run_needs_transformer_layer_cls(module: nn.Module) -> None:
-    listed = "Linear" if len(list(module.children())) == 2 else "nothing"
-    with pytest.raises(ValueError, match=rf"no list of equal modules.*Pass transformer_layer_cls.*hold: {listed}\."):
-        find_layer_classes(module, None)
-
-
-def test_a_declared_embedding_is_no_layer() -> None:
-    model = make_model("bert", layers=2)
-    model._no_split_modules = ["BertEmbeddings", "BertLayer"]
-
-    assert [cls.__name__ for cls in find_layer_classes(model, None)] == ["BertLayer"]
-
-
-def test_the_message_for_an_unknown_class_name_lists_the_classes() -> None:
-    with pytest.raises(ValueError, match=r"transformer_layer_cls: no module of PlainModel.*'LamaLayer'.*PlainLayer"):
-        find_layer_classes(PlainModel(), "LamaLayer")
-
-
-@pytest.mark.parametrize("wanted", [3, PlainModel(), object])
-def test_an_argument_that_is_not_a_class_is_refused(wanted: Any) -> None:
-    with pytest.raises(TypeError, match="leaf_module_cls takes module classes and class names"):
-        resolve_classes(PlainModel(), [wanted], "leaf_module_cls")
 
 
 def test_a_name_of_another_library_is_told_the_layers_of_this_model() -> None:

@@ -27,38 +27,6 @@ class Early(Model):
         self.layers[1].aux + 1
 
 
-class Deleting(Model):
-    def begin(self, x: Tensor) -> None:
-        del self.layers[1].aux
-
-
-class Table(nn.Module):
-    level: float = 1.0
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(WIDTH))
-
-    def forward(self, level: float | None = None) -> Tensor:
-        self.last = self.weight * (self.level if level is None else level)
-        return self.last
-
-
-class WithTable(Model):
-    def __init__(self) -> None:
-        super().__init__()
-        self.table: Any = Table()
-
-    def auxiliary(self) -> Any:
-        self.table.level = 2.0
-        return self.table().mean()
-
-
-class PassingToTable(WithTable):
-    def auxiliary(self) -> Any:
-        return self.table(2.0).mean()
-
-
 class Masked(Layer):
     mask: Tensor | None = None
 
@@ -79,22 +47,6 @@ class PassingMask(Model):
         for layer in self.layers:
             h = layer(h, x > 0)
         return self.head(h).pow(2).mean()
-
-
-class ReplacingModule(Model):
-    def begin(self, x: Tensor) -> None:
-        self.layers[0].linear = nn.Identity()
-
-
-class ReplacingParameter(Model):
-    def begin(self, x: Tensor) -> None:
-        self.layers[0].linear.bias = None
-
-
-class ReplacedBefore(Model):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers[0].linear.bias = None
 
 
 class Shared(Model):
@@ -137,22 +89,12 @@ class SharedAndReturned(Model):
         return self.head(x).pow(2).mean() + total
 
 
-class Looking(Model):
-    def auxiliary(self) -> Any:
-        return sum(vars(layer)["aux"] for layer in self.layers)
-
-
 CASES: dict[str, tuple[Any, str, Any, str]] = {
     "a read before the run": (Early, "Read it after the run.", None, "Layer"),
-    "a deleted attribute": (Deleting, "Let the module set it to None.", None, "Layer"),
-    "a number": (WithTable, "Pass it as an argument of that module", PassingToTable, "Layer"),
     "a tensor": (
         lambda: StoringMask(Masked), "Pass it as an argument of that module", lambda: PassingMask(Masked), "Masked"
     ),
-    "a module": (ReplacingModule, "or replace the module before wrapping.", None, "Layer"),
-    "a parameter": (ReplacingParameter, "Replace it before wrapping.", ReplacedBefore, "Layer"),
     "a shared module": (Shared, "Return the value from forward.", SharedAndReturned, "Nested"),
-    "a dictionary": (Looking, "Read the attribute itself (module.name, getattr(module, name)).", None, "Layer"),
 }  # fmt: skip
 
 

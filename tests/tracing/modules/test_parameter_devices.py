@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from nxdpp import NxDPPModel, parallel_state
 from nxdpp.tracing.graph.errors import TracingError
@@ -68,24 +68,13 @@ class Averaged(PlainModel):
     def prepare(self, hidden: Tensor) -> Tensor:
         with torch.no_grad():
             for new, old in zip(self.head.parameters(), self.average.parameters(), strict=True):
-                self.change(old, new)
+                old.mul_(0.9).add_(new, alpha=0.1)
         changed: Tensor = hidden + self.average(hidden)
         return changed
 
-    def change(self, old: nn.Parameter, new: nn.Parameter) -> None:
-        old.mul_(0.9).add_(new, alpha=0.1)
 
-
-class AveragedData(Averaged):
-    """Gives the averages new memory."""
-
-    def change(self, old: nn.Parameter, new: nn.Parameter) -> None:
-        old.data = 0.9 * old.data + 0.1 * new.data
-
-
-@pytest.mark.parametrize("model", [Averaged, AveragedData])
-def test_a_change_of_a_parameter_is_refused_and_changes_nothing(model: Any) -> None:
-    module = model()
+def test_a_change_of_a_parameter_is_refused_and_changes_nothing() -> None:
+    module = Averaged()
     before = copy.deepcopy(module.state_dict())
 
     with pytest.raises(TracingError, match="changes a parameter outside the transformer layers"):

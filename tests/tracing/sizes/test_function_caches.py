@@ -6,8 +6,6 @@ from functools import lru_cache, wraps
 import torch
 from torch import Tensor, nn
 
-from nxdpp.tracing.graph.swap import all_swapped
-from nxdpp.tracing.sizes.fake_runs import uncached_functions
 from tests.support.in_process import InProcessPipeline
 from tests.support.traced_models import PlainModel
 
@@ -53,12 +51,3 @@ def test_a_step_after_a_run_on_fake_tensors_has_the_numbers_of_the_model() -> No
     model, x = Cached(), torch.randn(8, 4)
     found = torch.stack([loss.detach() for loss in InProcessPipeline(model, 2).train({"x": x}, 4)])
     assert torch.equal(found, torch.stack([model(part).detach() for part in x.chunk(4)]))
-
-
-def test_caches_are_back_afterwards() -> None:
-    before = positions, scales
-    with all_swapped(uncached_functions(Cached())):
-        assert not hasattr(positions, "cache_info")
-        assert positions(3) is not positions(3)
-    assert (positions, scales) == before
-    assert positions(3) is positions(3)

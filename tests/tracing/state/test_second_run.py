@@ -2,7 +2,7 @@
 
 import itertools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import lru_cache
 from random import Random
 from typing import Any
@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from nxdpp.tracing.graph.errors import TracingError
 from tests.support.exact import assert_exact
-from tests.support.in_process import InProcessPipeline
 from tests.support.traced_models import PlainLayer, PlainModel, options_for, run_graph, trace_with
 
 CALLS = 0
@@ -45,14 +44,6 @@ def a_global(model: Any) -> int:
     return CALLS
 
 
-def endless() -> Iterator[int]:
-    while True:
-        yield next(ITERATOR)
-
-
-NUMBERS = endless()
-
-
 def a_list(model: Any) -> int:
     model.history.append(0)
     return len(model.history)
@@ -74,30 +65,15 @@ def counting() -> Callable[[Any], int]:
     return a_closure
 
 
-def a_default(model: Any, calls: list[int] = []) -> int:  # noqa: B006
-    calls.append(0)
-    return len(calls)
-
-
-def an_attribute_of_a_function(model: Any) -> int:
-    counter: Any = an_attribute_of_a_function
-    counter.calls = getattr(counter, "calls", 0) + 1
-    return counter.calls  # type: ignore[no-any-return]
-
-
 CHANGES: dict[str, Callable[[Any], Any]] = {
-    function.__name__: function
-    for function in (
-        a_global, a_list, a_class_attribute, counting(), a_default, an_attribute_of_a_function,
-    )
-}  # fmt: skip
+    function.__name__: function for function in (a_global, a_list, a_class_attribute, counting())
+}
 DRAWS: dict[str, Callable[[Any], Any]] = {
     "own Random": lambda model: model.random.random(),
     "global Random": lambda model: GENERATOR.random(),
     "own RandomState": lambda model: float(model.legacy_random.rand()),
     "time": lambda model: time.time(),
     "iterator": lambda model: next(ITERATOR),
-    "generator function": lambda model: next(NUMBERS),
 }
 
 
@@ -295,21 +271,5 @@ class Remedied(PlainModel):
         return self.module(hidden)  # type: ignore[no-any-return]
 
 
-class Given(PlainModel):
-    """Is given its number."""
-
-    def forward(self, x: Tensor, factor: float) -> Tensor:  # type: ignore[override]
-        return super().forward(x * factor)
-
-
 def test_state_in_a_module_without_layers_is_exact() -> None:
     assert_exact(Remedied(nn.Sequential(Counter(), Draws(), Remembers())), {"x": torch.randn(4, 4)}, PlainLayer)
-
-
-def test_a_number_that_is_an_input_is_exact() -> None:
-    model = Given()
-    pipeline = InProcessPipeline(model, 2, {"x": torch.randn(2, 4), "factor": 1.5}, transformer_layer_cls=PlainLayer)
-    for factor in (2.0, 3.0):
-        x = torch.randn(4, 4)
-        losses = pipeline.train({"x": x, "factor": factor}, 2)
-        assert torch.equal(torch.stack(losses), torch.stack([model(part, factor) for part in x.chunk(2)]))

@@ -42,18 +42,10 @@ class Pair(NamedTuple):
 
 @dataclass
 class Statistics:
-    """Fields with names of a tensor's methods and attributes."""
+    """A field with the name of a method of a tensor."""
 
     hidden: Tensor
     mean: Tensor | None = None
-    data: Tensor | None = None
-
-
-@dataclass
-class Nested:
-    """A record in a record."""
-
-    record: Record
 
 
 class Makes(nn.Module):
@@ -93,10 +85,6 @@ CASES: list[tuple[Callable[..., Any], Callable[[Any], Any]]] = [
     (Record, attributes),
     (lambda hidden, mask: Output(hidden=hidden, mask=mask), attributes),
     (Pair, attributes),
-    (lambda hidden, mask: Nested(Record(hidden, mask)), lambda made: attributes(made.record)),
-    # Fields with the name of a method and of an attribute of a tensor.
-    (lambda hidden, mask: Statistics(hidden, mean=mask), lambda made: (made.hidden, made.mean)),
-    (lambda hidden, mask: Statistics(hidden, data=mask), lambda made: (made.hidden, made.data)),
     (
         lambda hidden, mask: Statistics(hidden, mean=mask),
         lambda made: (made.hidden.mean(1, keepdim=True) + made.hidden, getattr(made, "mean")),  # noqa: B009
@@ -121,28 +109,6 @@ def check(model: nn.Module, x: Tensor, **options: Any) -> None:
 @pytest.mark.parametrize("rows", [ROWS, ROWS + 2])
 def test_none_in_a_field(rows: int) -> None:
     check(Masked(), torch.randn(rows, 4))
-
-
-def long_mask(x: Tensor):  # type: ignore[no-untyped-def]  # as users write it
-    return x > 0 if len(x) > ROWS else None
-
-
-def masks(x: Tensor):  # type: ignore[no-untyped-def]
-    return x + 1, x > 0 if len(x) > ROWS else None
-
-
-class Calls(PlainModel):
-    """Doubles its inputs where a function gives no mask."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        mask = long_mask(x)
-        hidden = x * 2 if mask is None else x * mask
-        more, mask = masks(hidden)
-        return super().forward(more if mask is None else more * mask)
-
-
-def test_a_wrapped_function_may_return_none() -> None:
-    check(Calls(), torch.randn(ROWS, 4), autowrap_functions=(long_mask, masks))
 
 
 class Returns(nn.Module):

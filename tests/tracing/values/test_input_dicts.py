@@ -1,4 +1,4 @@
-"""Inputs in dicts: split, traced and verified like inputs of their own."""
+"""Inputs in dicts: split and traced like inputs of their own."""
 
 from collections import OrderedDict
 from typing import Any
@@ -10,14 +10,12 @@ from torch import Tensor
 from transformers import BatchEncoding, LlamaForCausalLM
 
 from nxdpp import NxDPPModel, parallel_state
-from nxdpp.pipeline.microbatches.split_batch import split_batch
 from tests.support.exact import assert_exact
 from tests.support.in_process import InProcessPipeline
 from tests.support.models import make, padded_batch
 from tests.support.run_ranks import run_ranks
 from tests.support.traced_models import PlainLayer, PlainModel
 
-CPU = torch.device("cpu")
 X, Y = torch.arange(16.0).reshape(4, 4) / 16, torch.ones(4, 1)
 
 
@@ -64,20 +62,6 @@ def test_the_inputs_are_unknown_at_construction() -> None:
     assert all(map(torch.equal, losses[0], losses[1]))
 
 
-class Asks(Batched):
-    def forward(self, batch: Any, weight: float = 1.0) -> Tensor:
-        if "x" not in batch:
-            raise ValueError("no x")
-        return super().forward(dict(batch.items()), weight)
-
-
-def test_a_dict_is_asked_for_its_keys() -> None:
-    model = Asks()
-    pipeline = InProcessPipeline(model, 2, transformer_layer_cls=PlainLayer)
-    assert pipeline.partition.assumed
-    assert torch.equal(pipeline.train(BATCHES["plain"], 1)[0], model(**BATCHES["plain"]))
-
-
 class Llama(torch.nn.Module):
     """A transformers model in a module with a training step, as of Lightning."""
 
@@ -92,31 +76,6 @@ class Llama(torch.nn.Module):
 def test_a_dict_is_passed_on_to_a_transformers_model() -> None:
     pipeline = assert_exact(Llama(), {"batch": padded_batch(4)})
     assert len(pipeline.partition.layers) == 4
-
-
-@pytest.mark.parametrize(
-    ("inputs", "message"),
-    [
-        ({"batch": [X, Y]}, r"input batch is a list; .* or in a dict\."),
-        ({"batch": {"x": X, "y": [Y]}}, r"input batch\['y'\] is a list"),
-        ({"x": X, "lengths": [1, 2, 3, 4]}, r"lengths is a list of 4 .* torch.as_tensor\(values\).* split_inputs_fn"),
-        ({"batch": {0: X}}, r"input batch is a dict; .* dicts of these by names"),
-        ({"batch": {"x": X, "y": Y[:3]}}, r"disagree on dimension 0.*batch\['x'\].*: 4, .*batch\['y'\].*: 3"),
-    ],
-)
-def test_values_that_cannot_be_split(inputs: dict[str, Any], message: str) -> None:
-    with pytest.raises((TypeError, ValueError), match=message):
-        split_batch(Batched(), inputs, 2, None, CPU)
-
-
-def test_a_function_splits_the_given_dicts() -> None:
-    def split(inputs: dict[str, Any], microbatches: int) -> list[dict[str, Any]]:
-        batch = inputs["batch"]
-        return [{"batch": {key: batch[key][i::microbatches] for key in batch}} for i in range(microbatches)]
-
-    parts, are_alike = split_batch(Batched(), BATCHES["plain"], 2, split, CPU)
-    assert not are_alike
-    assert torch.equal(parts[1]["batch['x']"], X[1::2])
 
 
 def costs(rank: int) -> Any:

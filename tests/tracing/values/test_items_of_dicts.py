@@ -104,28 +104,6 @@ def test_a_dict_of_losses_that_data_decide_is_exact() -> None:
     assert_exact(_Totals(), _inputs(8), stages=2, layer_class=PlainLayer)
 
 
-class _Total(nn.Module):
-    def forward(self, losses: Losses) -> Tensor:
-        return torch.stack(list(losses.values())).sum()
-
-
-class _GivenAfterRead(_Model):
-    def __init__(self) -> None:
-        super().__init__(lambda losses: list(losses.items()))
-        self.adder = _Total()
-
-    def forward(self, x: Tensor, targets: Tensor) -> Any:
-        for layer in self.layers:
-            x = layer(x)
-        losses = self.criterion(x, list(targets))
-        return self.adder(losses) * len(self.total(losses)) + self.adder(losses)
-
-
-def test_a_dict_that_a_module_gets_after_its_items_were_read_is_exact() -> None:
-    torch.manual_seed(0)
-    assert_exact(_GivenAfterRead(), _inputs(8), stages=2, layer_class=PlainLayer)
-
-
 def test_a_dict_with_an_item_that_changed_in_place_is_refused() -> None:
     def scaled(losses: Losses) -> Any:
         for loss in losses.values():
@@ -145,15 +123,3 @@ def test_keys_that_data_change_are_an_error() -> None:
 
     with pytest.raises(RuntimeError, match="data decide about a size between layers: the answer to keys_of"):
         run_graph(model, traced, _inputs())
-
-
-def test_the_run_on_examples_leaves_random_generators_as_they_are() -> None:
-    def names(number: float) -> dict[str, str]:
-        torch.rand(3)
-        return {"mask": "mask"}
-
-    model = _Model(_weighted_in_place, names)
-    inputs = _inputs()
-    before = torch.get_rng_state()
-    trace_with(model, inputs, options_for(model, PlainLayer))
-    assert torch.equal(torch.get_rng_state(), before)

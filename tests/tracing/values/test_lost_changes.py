@@ -158,10 +158,6 @@ def test_a_forward_that_keeps_a_computed_value_is_refused(change: Callable[[Any,
     assert set(vars(module)) == attributes
 
 
-def moves(module: Any, x: Tensor) -> None:
-    module.table = module.table.to(device=x.device, dtype=torch.bfloat16)
-
-
 def moves_twice(module: Any, x: Tensor) -> None:
     module.table = module.table.to(x.device)
     module.table = module.table.to(dtype=torch.half).to(x.device)
@@ -177,33 +173,3 @@ def test_a_buffer_that_is_moved_is_followed() -> None:
     output = run_graph(module, graph, {"x": x})
     assert module.table is table
     assert torch.equal(output, module(x))
-
-
-def moves_then_fails(module: Any, x: Tensor) -> None:
-    moves(module, x)
-    raise ValueError("later")
-
-
-def test_a_trace_that_fails_leaves_no_traced_value_behind() -> None:
-    module = Keeping(moves_then_fails)
-    table = module.table
-    with pytest.raises(TracingError, match="later"):
-        trace(module, SPECS, {}, OPTIONS)
-    assert module.table is table
-
-
-class Constant(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList([nn.Linear(4, 4)])
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.blocks[0](x) + torch.full((4,), 2.0)  # type: ignore[no-any-return]
-
-
-def test_a_constant_that_plain_fx_would_keep_elsewhere_is_refused() -> None:
-    with pytest.raises(
-        TracingError, match=r"constants\n  at .*test_lost_changes.py:\d+, in forward: .*\nLeave tracer_cls out"
-    ):
-        trace(Constant(), {"x": InputSpec(2, torch.float32)}, {}, TracingOptions((nn.Linear,), tracer_cls="torch"))
-    assert trace(Constant(), {"x": InputSpec(2, torch.float32)}, {}, TracingOptions((nn.Linear,))).layers

@@ -145,35 +145,6 @@ def test_a_silent_difference_is_refused(change: Callable[[Any, Any], Any]) -> No
         InProcessPipeline(Model(change), 2, inputs(), transformer_layer_cls=PlainLayer)
 
 
-class _Adding(PlainLayer):
-    def forward(self, x: Tensor) -> Tensor:
-        output = super().forward(x)
-        LOCAL.loss = LOCAL.loss + output.mean()
-        return output
-
-
-class Collecting(PlainModel):
-    """Adds what layers keep in a ``threading.local``."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(_Adding() for _ in range(2))
-
-    def prepare(self, hidden: Tensor) -> Tensor:
-        LOCAL.loss = 0
-        return hidden
-
-    def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = super().forward(x) + LOCAL.loss
-        return result
-
-
-def test_a_layer_that_fills_state_of_a_thread_is_refused() -> None:
-    pipeline = InProcessPipeline(Collecting(), 2, inputs(), transformer_layer_cls=_Adding)
-    with pytest.raises(RuntimeError, match=r"changes .*LOCAL\.loss"):
-        pipeline.train(inputs(), 2)
-
-
 class _Pair(PlainLayer):
     def forward(self, x: Tensor) -> Any:
         hidden = super().forward(x) * 2

@@ -1,4 +1,4 @@
-"""In-place changes keep their order; the spec of an input is known while tracing."""
+"""Attributes that forward sets on a tensor: the spine reads them, and a layer is not given them."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ import torch
 
 from nxdpp.tracing.graph.errors import TracingError
 from tests.support.exact import assert_exact
-from tests.support.traced_models import PlainLayer, PlainModel, options_for, run_graph, trace_with
+from tests.support.traced_models import PlainLayer, PlainModel, options_for, trace_with
 
 
 class Marks(PlainModel):
@@ -34,27 +34,3 @@ def test_an_attribute_set_on_a_tensor_for_a_layer_is_refused() -> None:
 
 def test_an_attribute_that_the_spine_alone_reads_is_exact() -> None:
     assert_exact(Marks(False), {"x": torch.ones(4, 4)}, PlainLayer)
-
-
-class AsksForFacts(PlainModel):
-    """Decide by the spec of an input."""
-
-    def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> Any:
-        if mask is not None and mask.dtype == torch.bool:
-            x = x.masked_fill(mask, 0.0)
-        elif mask is not None and mask.ndim == 1:
-            x = x * mask
-        elif mask is not None and len(mask.shape) == 2 and len(mask.size()) == 2:
-            x = x + mask
-        rows, columns = x.shape
-        return super().forward(x) * rows * columns
-
-
-@pytest.mark.parametrize("mask", [None, torch.eye(3, 4).bool(), torch.arange(4.0), torch.eye(3, 4)])
-def test_dimensions_and_dtype_of_an_input_decide(mask: torch.Tensor | None) -> None:
-    model = AsksForFacts()
-    inputs = {"x": torch.ones(3, 4), "mask": mask}
-
-    traced = trace_with(model, inputs, options_for(model, PlainLayer))
-
-    assert torch.equal(run_graph(model, traced, inputs), model(**inputs))

@@ -1,7 +1,7 @@
 """Merged and deduplicated state dicts: from two pipelines of two to every other plan, to the bit."""
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -17,7 +17,6 @@ from nxdpp.doors.nnscaler.state_dicts.extra_state import (
 from nxdpp.nnscaler import (
     ComputeConfig,
     ParallelModule,
-    broadcast_weights,
     deduped_state_dict,
     load_deduped_state_dict,
     load_merged_state_dict,
@@ -27,8 +26,6 @@ from tests.doors.nnscaler.modules import Blocks, sample_of
 from tests.doors.nnscaler.own_folders import parallelize
 from tests.support.run_ranks import run_ranks
 
-X = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
-WEIGHTS = torch.randn(4, 8, generator=torch.Generator().manual_seed(1))
 PLANS = {
     "pp2 dp2": ("pp", ComputeConfig(2, 4, use_end2end=True, pas_config={"pipeline_nmicros": 2})),
     "pp2 tp2": (
@@ -135,7 +132,6 @@ def _cases(rank: int, kind: type[Blocks], others: list[str]) -> None:
     assert list(merged_optimizer) == list(reference.state_dict())
     _assert_equal(merged_optimizer["state"], reference.state_dict()["state"], "merged state", error)
     deduped = _deduped(module, optimizer)
-    _refused(everyones)
     all_deduped = _all_of(deduped)
     again, optimizer_again = _merged(all_deduped[::-1])
     _assert_equal(again, merged, "deduped")
@@ -199,39 +195,10 @@ def _other_plan(rank: int, plan: str, kind: type[Blocks], merged: Any, expected:
             take_optimizer_extra_state(module, optimizer, merged[1])
 
 
-def _refused(everyones: list[Any]) -> None:
-    modules, optimizers = [each[0] for each in everyones], [each[1] for each in everyones]
-    refused: list[tuple[str, Callable[[], Any]]] = [
-        (
-            r"those of ranks \[0, 1, 3\], and the job had 4 ranks",
-            lambda: merge_state_dicts([*modules[:2], modules[3]]),
-        ),
-        ("has no nxdpp_extra_state", lambda: merge_state_dicts([{"weight": torch.zeros(2)}])),
-        (r"those of ranks \[0, 1, 2\]", lambda: merge_state_dicts(modules, optimizers[:3])),
-        ("make the optimizer with build_optimizer", lambda: merge_state_dicts(modules, [{"state": {}}] * 4)),
-    ]
-    for message, call in refused:
-        with pytest.raises(ValueError, match=message):
-            call()
-
-
 def _plain(rank: int) -> None:
     _cases(rank, Blocks, ["tp2 dp2", "pp2 tp2"])
     parallel_state.destroy_model_parallel()
     _cases(rank, Tied, [])
-    parallel_state.destroy_model_parallel()
-    _weights_of_the_first_unit(rank)
-
-
-def _weights_of_the_first_unit(rank: int) -> None:
-    module, _ = _parallel("pp2 dp2", 5, Blocks, init_module_params=rank < 2)
-    with pytest.raises(ValueError, match="stride_size=3 must be a multiple of plan_ngpus=2"):
-        broadcast_weights(module, 3)
-    broadcast_weights(module, 2)
-    _parallel_steps(1, module, torch.optim.Adam(module.parameters()))
-    module, _ = _parallel("pp2 dp2", 5, Blocks, init_module_params=False)
-    with pytest.raises(RuntimeError, match="have no values"):
-        broadcast_weights(module)
 
 
 def test_states_of_all_ranks_merge_and_load_in_every_plan() -> None:

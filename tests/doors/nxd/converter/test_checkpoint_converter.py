@@ -1,7 +1,6 @@
 """``CheckpointConverterBase``: Hugging Face to the files of NxD's ranks and back, equal to the bit."""
 
 import pickle
-import runpy
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -184,18 +183,6 @@ def test_experts_are_divided_over_ranks_of_their_own(directory: Path, tmp_path: 
     assert_equal(load(tmp_path / "checkpoint.pt"), state)
 
 
-def test_files_of_parallel_layers_save_are_read(directory: Path, tmp_path: Path) -> None:
-    options = {"tp_size": 2, "pp_size": 2, "qkv_linear": True}
-    files = there_and_back(tmp_path, llama().state_dict(), directory, **options)
-    for path in files.iterdir():
-        folder = tmp_path / "saved" / path.stem.removeprefix("dp_rank_00_")
-        folder.mkdir(parents=True)
-        torch.save({"model": load(path), "step": 3}, folder / "checkpoint.pt")
-    config = directory / "config.json"
-    run(CheckpointConverterBase(), tmp_path / "saved", tmp_path, config, convert_to_full_state=True, **options)
-    assert_equal(load(tmp_path / "checkpoint.pt"), llama().state_dict())
-
-
 def test_files_of_xser_are_read_without_torch_xla(
     directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -221,20 +208,6 @@ def test_files_of_xser_are_read_without_torch_xla(
     run(converter, tmp_path / "xser", tmp_path / "plain", directory, convert_from_xser=True, **options)
     for path in files.iterdir():
         assert_equal(load(tmp_path / "plain/model" / path.name), load(path))
-
-
-def test_the_converter_is_a_command(
-    directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    there_and_back(tmp_path, llama().state_dict(), directory)
-    words = f"- --input_dir {tmp_path}/ranks/model --output_dir {tmp_path}/command --hw_backend trn1".split()
-    monkeypatch.setattr(sys, "argv", [*words, "--config", str(directory / "config.json"), "--convert_to_full_state"])
-    monkeypatch.delitem(sys.modules, "nxdpp.scripts.checkpoint_converter")
-    runpy.run_module("nxdpp.scripts.checkpoint_converter", run_name="__main__")
-    assert_equal(load(tmp_path / "command/checkpoint.pt"), llama().state_dict())
-    sys.argv.pop()
-    with pytest.raises(SystemExit, match="give exactly one of --convert_from_full_state"):
-        runpy.run_module("nxdpp.scripts.checkpoint_converter", run_name="__main__")
 
 
 class RunsCode:
@@ -265,13 +238,9 @@ def test_copies_that_differ_are_refused(directory: Path, tmp_path: Path) -> None
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "no mode": ({}, "give exactly one of --convert_from_full_state"),
-    "a name of the hub": ({"convert_from_full_state": 1, "hf_model_name": "a/b"}, "snapshot_download"),
-    "xser": ({"convert_from_full_state": 1, "save_xser": True}, "xser files are of torch_xla's classes"),
     "copies": ({"convert_from_full_state": 1, "kv_size_multiplier": 2}, "need --qkv_linear True"),
     "heads": ({"convert_from_full_state": 1, "coalesce_qkv": 1}, "has 2 and 12: give --qkv_linear True"),
     "sizes": ({"convert_from_full_state": 1, "tp_size": 5}, r"has 64 along dimension 0, which --tp_size 5 does not"),
-    "a rank": ({"convert_to_full_state": 1}, r"has none of tp_rank_00_pp_rank_00/checkpoint.pt"),
 }
 
 
@@ -291,17 +260,6 @@ def test_names_of_other_options_are_refused(directory: Path, tmp_path: Path) -> 
     torch.save(load(files / "dp_rank_00_tp_rank_00_pp_rank_00.pt"), tmp_path / "fused.pt")
     with pytest.raises(ValueError, match=r"_proj.* is one weight of several projections"):
         run(CheckpointConverterBase(), tmp_path / "fused.pt", tmp_path, config, convert_from_full_state=True, **sizes)
-
-
-def test_the_state_of_an_optimizer_is_refused(directory: Path, tmp_path: Path) -> None:
-    state = {"state": {}, "param_groups": [{"params": [0]}], "base_state": {0: {"exp_avg": torch.zeros(2, 3)}}}
-    file = tmp_path / "optim" / "dp_rank_00_tp_rank_00_pp_rank_00.pt"
-    file.parent.mkdir()
-    torch.save({**state, "shape_info": {0: torch.Size([4, 3])}}, file)
-    with pytest.raises(
-        ValueError, match=r"optim/dp_rank_00.* numbers its parameters in the order of the script's groups"
-    ):
-        run(CheckpointConverterBase(), file.parent, tmp_path, directory / "config.json", convert_to_full_state=True)
 
 
 def attention(rank: int, files: str, x: torch.Tensor) -> list[torch.Tensor]:

@@ -5,7 +5,6 @@ The second runs over two replicas. Losses, norms and parameters equal a training
 
 import random
 from argparse import Namespace
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
 
@@ -24,6 +23,7 @@ from nxdpp.parallel_layers.random import model_parallel_xla_manual_seed
 from nxdpp.parallel_layers.utils import requires_init_pg_override
 from nxdpp.utils.adamw_fp32_optim_params import AdamW_FP32OptimParams
 from nxdpp.utils.batch_utils import get_batch_on_this_context_parallel_rank
+from tests.doors.nxd.scripts.comparison import Run, compare, groups_of
 from tests.doors.nxd.scripts.llama import (
     VOCABULARY,
     CoreAttention,
@@ -34,7 +34,6 @@ from tests.doors.nxd.scripts.llama import (
     init_weights,
     llama_config,
 )
-from tests.support.local_slice import local_slice
 from tests.support.run_ranks import run_ranks
 
 STEPS, BATCH, LENGTH, SEED, RATE = 2, 8, 8, 1234, 1e-2
@@ -72,19 +71,8 @@ def set_random_seed(seed: int, tp: int, pp: int, ep: int) -> None:
     torch.manual_seed(seed)
 
 
-def groups_of(named: list[tuple[str, nn.Parameter]]) -> list[dict[str, Any]]:
-    no_decay = ["bias", "norm"]
-    return [
-        {"params": [p for n, p in named if not any(nd in n for nd in no_decay)], "weight_decay": 0.01},
-        {"params": [p for n, p in named if any(nd in n for nd in no_decay)], "weight_decay": 0.0},
-    ]
-
-
 def precision() -> dict[str, bool]:
     return {"use_master_weights": True, "use_fp32_grad_acc": True, "use_master_weights_in_ckpt": False}
-
-
-Run = tuple[list[float], list[float], dict[str, torch.Tensor]]
 
 
 def one_process(flags: Namespace) -> Run:
@@ -119,15 +107,6 @@ def one_process(flags: Namespace) -> Run:
         return losses, norms, {name: value.detach().clone() for name, value in model.named_parameters()}
     finally:
         parallel_state.destroy_model_parallel()
-
-
-def compare(named: Iterator[tuple[str, nn.Parameter]], whole: dict[str, torch.Tensor]) -> None:
-    rank, size = parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_tensor_model_parallel_size()
-    for name, parameter in named:
-        full, dim = whole[name], getattr(parameter, "partition_dim", -1)
-        stride = getattr(parameter, "partition_stride", 1)
-        theirs = full if dim < 0 else local_slice(full, dim, rank, size, stride)
-        torch.testing.assert_close(parameter, theirs, rtol=1e-4, atol=1e-5, msg=name)
 
 
 def pipelined(args: Namespace, expected: Run, folder: Path) -> None:

@@ -1,7 +1,6 @@
-"""Calls of NxD 2.29's Mixtral and DBRX scripts with their arguments, without Lightning's loop: TP + PP, and TP + DP.
+"""Calls of NxD 2.29's Mixtral script with their arguments, without Lightning's loop: TP + PP.
 
-Each layer has experts, and the logits of its router go through the pipeline. Norms of DBRX subtract the mean. Numbers
-equal a training in one process.
+Each layer has experts, and the logits of its router go through the pipeline. Numbers equal a training in one process.
 """
 
 from functools import partial
@@ -18,9 +17,9 @@ from nxdpp.modules.moe.loss_function import load_balancing_loss_func
 from nxdpp.modules.moe.model import MoE
 from nxdpp.modules.moe.routing import RouterTopK
 from nxdpp.parallel_layers import mappings, parallel_state
-from nxdpp.parallel_layers.layer_norm import LayerNorm
 from nxdpp.parallel_layers.layers import ColumnParallelLinear, ParallelEmbedding
 from nxdpp.parallel_layers.loss_functions import parallel_cross_entropy
+from tests.doors.nxd.scripts.comparison import Run, compare
 from tests.doors.nxd.scripts.llama import (
     VOCABULARY,
     Attention,
@@ -36,7 +35,6 @@ from tests.support.run_ranks import run_ranks
 STEPS, BATCH, LENGTH, RATE = 2, 8, 8, 1.0
 EXPERTS: dict[str, Any] = {"num_experts": 4, "top_k": 2}
 COEFFICIENT = 0.02
-Run = tuple[list[float], list[float], dict[str, torch.Tensor]]
 
 
 def experts_of(config: Any) -> MoE:
@@ -44,7 +42,7 @@ def experts_of(config: Any) -> MoE:
     router = RouterTopK(
         **EXPERTS,
         hidden_size=config.hidden_size,
-        sequence_parallel_enabled=config.router_in_parts,
+        sequence_parallel_enabled=True,
         sequence_dimension=0,
         jitter_eps=0.0,
     )
@@ -54,7 +52,7 @@ def experts_of(config: Any) -> MoE:
         intermediate_size=config.intermediate_size,
         hidden_act=config.hidden_act,
         glu_mlp=True,
-        capacity_factor=config.capacity_factor,
+        capacity_factor=None,
         normalize_top_k_affinities=True,
         init_method=init_method,
         output_layer_init_method=init_method,
@@ -76,10 +74,8 @@ class MixtralLayer(nn.Module):
         super().__init__()
         more = {"eps": config.rms_norm_eps, "sequence_parallel_enabled": config.sequence_parallel_enabled}
         self.self_attn, self.mlp, self.inner_size = Attention(config), experts_of(config), config.intermediate_size
-        of_dbrx = partial(LayerNorm, sequence_parallel_enabled=config.sequence_parallel_enabled, bias=False)
-        norm: Any = of_dbrx if config.is_dbrx else partial(RMSNorm, **more)
-        self.input_layernorm = norm(config.hidden_size)
-        self.post_attention_layernorm = norm(config.hidden_size)
+        self.input_layernorm = RMSNorm(config.hidden_size, **more)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, **more)
 
     def forward(
         self, hidden_states: torch.Tensor, position_embeddings: Any, past_router_logits: torch.Tensor | None
@@ -94,7 +90,7 @@ class MixtralLayer(nn.Module):
         return hidden_states + computed, router_logits
 
     def zero_padding_weights(self) -> None:
-        """Of DBRX, whose experts are padded: a quarter of each one's inner size."""
+        """Pad a quarter of each expert's inner size."""
         rank, size = parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_tensor_model_parallel_size()
         experts: Any = self.mlp.expert_mlps.mlp_op
         keep = (torch.arange(self.inner_size) % 8 < 6).float()
@@ -109,26 +105,14 @@ class MixtralForCausalLM(LlamaPreTrainedModel):
     def __init__(self, config: Any) -> None:
         super().__init__(config)
         init_method = partial(nn.init.normal_, mean=0.0, std=config.initializer_range)
-        parallel = config.sequence_parallel_enabled
-        # Embedding and head of DBRX divide the sequence themselves.
-        self.parts = parallel and config.is_dbrx
         self.embed_tokens = ParallelEmbedding(
-            config.vocab_size,
-            config.hidden_size,
-            config.pad_token_id,
-            init_method=init_method,
-            sequence_parallel_enabled=self.parts,
+            config.vocab_size, config.hidden_size, config.pad_token_id, init_method=init_method
         )
         self.layers = nn.ModuleList([MixtralLayer(config) for _ in range(config.num_hidden_layers)])
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, sequence_parallel_enabled=parallel)
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, sequence_parallel_enabled=True)
         self.rotary_emb = Rotary(config=config)
         self.lm_head = ColumnParallelLinear(
-            config.hidden_size,
-            config.vocab_size,
-            bias=False,
-            gather_output=False,
-            init_method=init_method,
-            sequence_parallel_enabled=self.parts,
+            config.hidden_size, config.vocab_size, bias=False, gather_output=False, init_method=init_method
         )
         self.post_init()  # type: ignore[no-untyped-call]
 
@@ -136,21 +120,14 @@ class MixtralForCausalLM(LlamaPreTrainedModel):
         positions = torch.arange(input_ids.shape[1], device=input_ids.device).unsqueeze(0)
         hidden_states = self.embed_tokens(input_ids)
         position_embeddings = self.rotary_emb(hidden_states, positions)
-        gathers = self.config.sequence_parallel_enabled and not self.parts
-        if gathers:
-            hidden_states = hidden_states.transpose(0, 1).contiguous()
-            hidden_states = mappings.scatter_to_sequence_parallel_region(hidden_states)
+        hidden_states = hidden_states.transpose(0, 1).contiguous()
+        hidden_states = mappings.scatter_to_sequence_parallel_region(hidden_states)
         router_logits: Any = None
         for layer in self.layers:
             hidden_states, router_logits = layer(hidden_states, position_embeddings, router_logits)
         hidden_states = self.norm(hidden_states)
-        if gathers:
-            hidden_states = mappings.gather_from_sequence_parallel_region(hidden_states, to_model_parallel=False)
-            hidden_states = hidden_states.transpose(0, 1).contiguous()
-        logits = self.lm_head(hidden_states)
-        if self.parts:
-            logits = torch.einsum("ijk->jik", logits).contiguous()
-        logits = logits.double()[:, :-1].contiguous()
+        hidden_states = mappings.gather_from_sequence_parallel_region(hidden_states, to_model_parallel=False)
+        logits = self.lm_head(hidden_states.transpose(0, 1).contiguous()).double()[:, :-1].contiguous()
         loss = parallel_cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten()).mean()
         aux_loss = load_balancing_loss_func(router_logits, EXPERTS["num_experts"], EXPERTS["top_k"])
         return loss + COEFFICIENT * aux_loss, aux_loss, logits, router_logits
@@ -166,29 +143,7 @@ def init_mixtral(module: nn.Module, device: torch.device) -> None:
     init_weights(module, device)
 
 
-OPTIONS: list[dict[str, Any]] = [
-    {
-        "pipeline": 2,
-        "sequence_parallel_enabled": True,
-        "router_in_parts": True,
-        "capacity_factor": None,
-        "on_meta": True,
-        "is_dbrx": False,
-        "num_hidden_layers": 2,
-    },
-    {
-        "pipeline": 1,
-        "sequence_parallel_enabled": True,
-        "router_in_parts": False,
-        "capacity_factor": 1.0,
-        "on_meta": False,
-        "is_dbrx": True,
-        "num_hidden_layers": 2,
-        "qkv_linear": True,
-        "fuse_qkv": False,
-        "num_key_value_heads": 2,
-    },
-]
+OPTIONS: dict[str, Any] = {"sequence_parallel_enabled": True, "num_hidden_layers": 2}
 
 
 def batches() -> list[torch.Tensor]:
@@ -196,18 +151,15 @@ def batches() -> list[torch.Tensor]:
     return [torch.randint(VOCABULARY, (BATCH, LENGTH), generator=generator) for _ in range(STEPS)]
 
 
-def one_process(options: dict[str, Any]) -> Run:
+def one_process() -> Run:
     parallel_state.initialize_model_parallel()
     try:
         torch.manual_seed(1)
-        if options["pipeline"] > 1:
-            meta = {"meta_device_init": True, "param_init_fn": init_mixtral}
-            config = nxd.neuronx_distributed_config(model_init_config=meta)
-            # The same initial values as any layout has.
-            model: Any = nxd.initialize_parallel_model(config, MixtralForCausalLM, False, llama_config(**options))
-        else:
-            model = MixtralForCausalLM(llama_config(**options))
-        getattr(model, "module", model).zero_padding_weights()
+        # The same initial values as any layout has.
+        meta = {"meta_device_init": True, "param_init_fn": init_mixtral}
+        config = nxd.neuronx_distributed_config(model_init_config=meta)
+        model: Any = nxd.initialize_parallel_model(config, MixtralForCausalLM, False, llama_config(**OPTIONS))
+        model.module.zero_padding_weights()
         optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
         losses, norms = [], []
         for batch in batches():
@@ -222,64 +174,50 @@ def one_process(options: dict[str, Any]) -> Run:
         parallel_state.destroy_model_parallel()
 
 
-def train(rank: int, runs: list[Run]) -> None:
-    for options, (losses, norms, final) in zip(OPTIONS, runs, strict=True):
-        config = nxd.neuronx_distributed_config(
-            tensor_parallel_size=2,
-            pipeline_parallel_size=options["pipeline"],
-            expert_parallel_size=1,
-            pipeline_config={
-                "transformer_layer_cls": MixtralLayer,
-                "num_microbatches": 4 if options["pipeline"] > 1 else 2,
-                "output_loss_value_spec": (True, False, False, False),
-                "input_names": ["input_ids", "labels"],
-                "auto_partition": True,
-                "trace_file_path": None,
-                "param_init_fn": None,
-                "leaf_module_cls": [RMSNorm.__name__, Rotary.__name__],
-                "autowrap_modules": [mappings],
-                "autowrap_functions": [load_balancing_loss_func],
-                "use_zero1_optimizer": True,
-                "use_optimizer_wrapper": True,
-                "broadcast_and_average_loss": False,
-            },
-            optimizer_config={"zero_one_enabled": True, "grad_clipping": True, "max_grad_norm": 1.0},
-            sequence_parallel=options["sequence_parallel_enabled"],
-            activation_checkpoint_config=(CoreAttention, MoE),
-            model_init_config={
-                "meta_device_init": options["pipeline"] > 1,
-                "param_init_fn": init_mixtral if options["pipeline"] > 1 else None,
-                "sequential_move_factor": 11,
-            },
-        )
-        torch.manual_seed(1)
-        model = nxd.initialize_parallel_model(config, MixtralForCausalLM, False, llama_config(**options))
-        if options["pipeline"] > 1:
-            with pytest.raises(RuntimeError, match="another rank holds"):
-                model.zero_padding_weights()
-            for module in model.local_modules():
-                if isinstance(module, MixtralLayer):
-                    module.zero_padding_weights()
-        else:
-            model.zero_padding_weights()
-        assert cast(Any, model.module).config.model_type == "llama"
-        optimizer = nxd.initialize_parallel_optimizer(config, torch.optim.SGD, list(model.parameters()), lr=RATE)
-        replica, replicas = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_size()
-        for batch, expected, norm in zip(batches(), losses, norms, strict=True):
-            own = batch.chunk(replicas)[replica]
-            loss = model.run_train(input_ids=own, labels=own)
-            if loss is not None and replicas == 1:
-                torch.testing.assert_close(loss.item(), expected, rtol=1e-5, atol=1e-6)
-            optimizer.step()
-            torch.testing.assert_close(optimizer.grad_norm, torch.tensor(norm), rtol=1e-4, atol=0)
-            optimizer.zero_grad()
-        for name, parameter in model.local_named_parameters():
-            dim, stride = getattr(parameter, "partition_dim", -1), getattr(parameter, "partition_stride", 1)
-            at = parallel_state.get_tensor_model_parallel_rank()
-            theirs = final[name] if dim < 0 else local_slice(final[name], dim, at, 2, stride)
-            torch.testing.assert_close(parameter, theirs, rtol=1e-4, atol=1e-5, msg=name)
-        parallel_state.destroy_model_parallel()
+def train(rank: int, run: Run) -> None:
+    losses, norms, final = run
+    config = nxd.neuronx_distributed_config(
+        tensor_parallel_size=2,
+        pipeline_parallel_size=2,
+        expert_parallel_size=1,
+        pipeline_config={
+            "transformer_layer_cls": MixtralLayer,
+            "num_microbatches": 4,
+            "output_loss_value_spec": (True, False, False, False),
+            "input_names": ["input_ids", "labels"],
+            "auto_partition": True,
+            "trace_file_path": None,
+            "param_init_fn": None,
+            "leaf_module_cls": [RMSNorm.__name__, Rotary.__name__],
+            "autowrap_modules": [mappings],
+            "autowrap_functions": [load_balancing_loss_func],
+            "use_zero1_optimizer": True,
+            "use_optimizer_wrapper": True,
+            "broadcast_and_average_loss": False,
+        },
+        optimizer_config={"zero_one_enabled": True, "grad_clipping": True, "max_grad_norm": 1.0},
+        sequence_parallel=True,
+        activation_checkpoint_config=(CoreAttention, MoE),
+        model_init_config={"meta_device_init": True, "param_init_fn": init_mixtral, "sequential_move_factor": 11},
+    )
+    torch.manual_seed(1)
+    model = nxd.initialize_parallel_model(config, MixtralForCausalLM, False, llama_config(**OPTIONS))
+    with pytest.raises(RuntimeError, match="another rank holds"):
+        model.zero_padding_weights()
+    for module in model.local_modules():
+        if isinstance(module, MixtralLayer):
+            module.zero_padding_weights()
+    assert cast(Any, model.module).config.model_type == "llama"
+    optimizer = nxd.initialize_parallel_optimizer(config, torch.optim.SGD, list(model.parameters()), lr=RATE)
+    for batch, expected, norm in zip(batches(), losses, norms, strict=True):
+        loss = model.run_train(input_ids=batch, labels=batch)
+        if loss is not None:
+            torch.testing.assert_close(loss.item(), expected, rtol=1e-5, atol=1e-6)
+        optimizer.step()
+        torch.testing.assert_close(optimizer.grad_norm, torch.tensor(norm), rtol=1e-4, atol=0)
+        optimizer.zero_grad()
+    compare(model.local_named_parameters(), final)
 
 
 def test_mixtral_scripts_give_the_numbers_of_one_process() -> None:
-    run_ranks(4, train, [one_process(options) for options in OPTIONS])
+    run_ranks(4, train, one_process())
