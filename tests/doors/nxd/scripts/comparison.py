@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from nxdpp.parallel_layers import parallel_state
-from nxdpp.tensor.utils import local_slice
+from tests.support.local_slice import local_slice
 
 Run = tuple[list[float], list[float], dict[str, torch.Tensor]]
 """Losses, norms and parameters of a training in one process."""
