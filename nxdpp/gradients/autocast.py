@@ -35,8 +35,11 @@ def _noted_init(
 
 def check_autocast(device: torch.device, is_scaled: bool) -> None:
     """Raise ``RuntimeError`` for an autocast that a step on ``device`` would not have, or needs a scaled loss for."""
-    if not (_off or any(map(torch.is_autocast_enabled, AUTOCAST_TYPES))):
-        return
+    if _off or any(map(torch.is_autocast_enabled, AUTOCAST_TYPES)):
+        _check_blocks(device, is_scaled)
+
+
+def _check_blocks(device: torch.device, is_scaled: bool) -> None:
     kind = device.type
     if not torch.is_autocast_enabled(kind):
         block = _block_of_another_device()

@@ -25,7 +25,15 @@ import torch
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from nxdpp.tensor import collectives
+from nxdpp.tensor.collectives import (
+    all_gather,
+    outside_of_graph,
+    reduce_scatter,
+    size_of,
+    start_all_reduce,
+    start_reduce_scatter,
+    wait,
+)
 
 
 class WeightRows(NamedTuple):
@@ -133,7 +141,7 @@ class _Sequence:
 
     def gather(self, x: torch.Tensor) -> torch.Tensor:
         """Return the whole sequence of the part ``x``, for one weight."""
-        whole = collectives.all_gather(x, self.dim) if self._gathered is None else self._gathered
+        whole = all_gather(x, self.dim) if self._gathered is None else self._gathered
         self._left -= 1
         if self._left == 0:
             self._left = self._count
@@ -151,7 +159,7 @@ class _Finish(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
-        return collectives.wait(gradients[0])
+        return wait(gradients[0])
 
 
 class _Start(torch.autograd.Function):
@@ -162,7 +170,7 @@ class _Start(torch.autograd.Function):
         ctx: Any, x: torch.Tensor, sequence: _Sequence | None, reduce_dtype: torch.dtype | None
     ) -> torch.Tensor:
         ctx.sequence, ctx.reduce_dtype = sequence, reduce_dtype
-        return collectives.outside_of_graph(x if sequence is None else collectives.all_gather(x, sequence.dim))
+        return outside_of_graph(x if sequence is None else all_gather(x, sequence.dim))
 
     @staticmethod
     @once_differentiable
@@ -170,13 +178,10 @@ class _Start(torch.autograd.Function):
         """Start the sum of all ranks' gradients, of which no other node reads the content before ``_Finish``."""
         (gradient,) = gradients
         summed = gradient.to(ctx.reduce_dtype or gradient.dtype)
-        if ctx.sequence is None:
-            started = collectives.start_all_reduce(summed)
-        else:
-            started = collectives.start_reduce_scatter(summed, ctx.sequence.dim)
+        started = start_all_reduce(summed) if ctx.sequence is None else start_reduce_scatter(summed, ctx.sequence.dim)
         if summed.dtype != gradient.dtype:
             # Autograd would convert the sum, whose content comes later.
-            started = collectives.wait(started).to(gradient.dtype)
+            started = wait(started).to(gradient.dtype)
         return started, None, None
 
 
@@ -192,7 +197,7 @@ class _Weight(torch.autograd.Function):
         ctx.sequence = sequence
         rows = x.numel() // x.shape[-1]
         if sequence is not None:
-            rows *= collectives.size_of(None)
+            rows *= size_of(None)
         return weight.new_zeros(()).expand(rows, weight.shape[0])
 
     @staticmethod
@@ -238,7 +243,7 @@ class _Products(torch.autograd.Function):
         weights, biases = parameters[::2], parameters[1::2]
         ctx.save_for_backward(x, *weights)
         ctx.dim, ctx.reduce_dtype, ctx.has_bias = dim, reduce_dtype, tuple(bias is not None for bias in biases)
-        whole = collectives.all_gather(x, dim)
+        whole = all_gather(x, dim)
         products = [functional.linear(whole, *part) for part in zip(weights, biases, strict=True)]
         return whole, *products
 
@@ -251,8 +256,8 @@ class _Products(torch.autograd.Function):
         for index in range(len(weights) - 2, -1, -1):
             total = total + rows[index + 1].mm(weights[index])
         summed = (total + rows[0]).view(gradients[0].shape).to(ctx.reduce_dtype or x.dtype)
-        input_gradient = collectives.reduce_scatter(summed, ctx.dim).to(x.dtype)
-        whole = collectives.all_gather(x, ctx.dim)
+        input_gradient = reduce_scatter(summed, ctx.dim).to(x.dtype)
+        whole = all_gather(x, ctx.dim)
         whole = whole.reshape(-1, whole.shape[-1])
         of_parameters: list[torch.Tensor | None] = []
         for index, has_bias in enumerate(ctx.has_bias):
