@@ -36,7 +36,6 @@ _OTHER = {
     "nxdpp/ranks/faults/causes.py": "threads of the failure watch",
     "nxdpp/ranks/faults/hang_watch.py": "threads of the failure watch",
     "nxdpp/ranks/faults/rank_watch.py": "threads of the failure watch",
-    "nxdpp/ranks/host_wire.py": "its callers wait",
     "nxdpp/ranks/start_store.py": "before the failure watch starts",
 }
 """By file, the reason."""
