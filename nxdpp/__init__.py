@@ -27,6 +27,7 @@ Names::
     declare_optimizer              Tell what a step of optimizer_class looks at
     deferred_init                  Call constructor(*args, **kwargs) without memory for its parameters and buffers
     device_memory                  Return the bytes of memory of an accelerator
+    expert_parallelize             Divide the experts of model over the ranks of the expert group
     finalize_checkpoint            Wait until the save in flight is at its end
     fully_shard                    Keep of each parameter, gradient and optimizer state only this replica's rows
     gather_state_dict              Return the state dict of the whole model on rank 0
@@ -80,6 +81,7 @@ __all__ = [
     "declare_optimizer",
     "deferred_init",
     "device_memory",
+    "expert_parallelize",
     "finalize_checkpoint",
     "fully_shard",
     "gather_state_dict",

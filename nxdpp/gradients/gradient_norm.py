@@ -7,9 +7,11 @@ A gradient that several ranks have counts once. ``counted_share`` gives the shar
     split over them (tensor_model_parallel)      1    1
     tied over pipeline ranks (shared)                                   1    0
     rows of it (fully_shard)                     1 on each rank of a shard group
+    experts of it (expert_parallelize)           1 on each rank of an expert group
 
 Data-parallel replicas have equal gradients once these are averaged, so the norm of one replica is the model's norm.
-With ``fully_shard`` the norm is collective over the ranks of a shard group too.
+With ``fully_shard`` the norm is collective over the ranks of a shard group too, and with experts over ranks over the
+ranks of an expert group: of any other gradient each of them adds its share.
 """
 
 import math
@@ -21,6 +23,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import ProcessGroup
 
+from nxdpp.gradients.expert_parameters import is_of_experts
 from nxdpp.gradients.gradient_dtype import dense
 from nxdpp.gradients.shards.local_tensors import LocalGradient, is_sharded, local_rows
 from nxdpp.ranks import parallel_state
@@ -138,6 +141,10 @@ def _norm_of(
         copies = dist.get_world_size(ranks)
         shares = [share if is_sharded(p) else share / copies for share, p in zip(shares, trained, strict=True)]
         groups.append(ranks)
+    experts = parallel_state.get_expert_model_parallel_size()
+    if experts > 1:
+        shares = [share if is_of_experts(p) else share / experts for share, p in zip(shares, trained, strict=True)]
+        groups.append(parallel_state.get_expert_model_parallel_group())
     if zero1_optimizer:
         _check_pieces(trained)
         groups.append(parallel_state.get_data_parallel_group())

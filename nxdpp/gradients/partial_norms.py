@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from nxdpp.counted import counted
+from nxdpp.gradients.expert_parameters import is_of_experts
 from nxdpp.gradients.optimizer.partial_steps import Parameters
 from nxdpp.ground.torch_names import GROUP_GRADIENTS
 from nxdpp.ranks import parallel_state
@@ -58,4 +59,9 @@ def _check(gradients: Sequence[torch.Tensor]) -> None:
 def _ranks_of_a_model() -> int:
     if not parallel_state.model_parallel_is_initialized():
         return 1
-    return parallel_state.get_pipeline_model_parallel_size() * parallel_state.get_tensor_model_parallel_size()
+    of_experts = parallel_state.get_expert_model_parallel_size() if any(map(is_of_experts, _of_models())) else 1
+    stages, of_tensors = (
+        parallel_state.get_pipeline_model_parallel_size(),
+        parallel_state.get_tensor_model_parallel_size(),
+    )
+    return stages * of_tensors * of_experts

@@ -16,6 +16,7 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
 from nxdpp.devices.kinds import device_of
+from nxdpp.gradients.expert_parameters import is_of_experts
 from nxdpp.gradients.held_hooks import count_hooks
 from nxdpp.gradients.replaced_parameters import check_no_optimizer_holds, watch_replaced
 from nxdpp.gradients.shards.each_microbatch import EachMicrobatch
@@ -220,6 +221,7 @@ def _check_settings(model: NxDPPModel[bool, bool]) -> None:
     excluded = {
         "use_zero1_optimizer=True (zero_one_enabled of NxD's trainer, and its models on one pipeline rank), with which "
         "the optimizer reduces gradients": config.use_zero1_optimizer,
+        "expert_parallelize, which divides parameters already": any(map(is_of_experts, model.part.root.parameters())),
         "check_against_module, which compares whole gradients": config.check_against_module is not None,
     }
     for what, is_set in excluded.items():

@@ -21,6 +21,7 @@ from nxdpp.agreement.exchange import ReplicaExchanges
 from nxdpp.gradients.average_checks import OptimizerCheck, check_optimizers
 
 # ``import nxdpp`` takes it from here.
+from nxdpp.gradients.expert_parameters import is_of_experts
 from nxdpp.gradients.grad_scaler import GradScaler as GradScaler
 from nxdpp.gradients.overlapped_average import AverageReport
 from nxdpp.ground.torch_names import MOVE
@@ -540,11 +541,19 @@ class NxDPPModel(_Constructor[OnEveryRank, PerMicrobatch], LocalView):
 
         Raises:
             ValueError, TypeError: for arguments that cannot be honoured, with the reason: caches and outputs of
-                other ranks' layers, and an assistant. Also what transformers raises, on all ranks.
+                other ranks' layers, and an assistant. Also what transformers raises, on all ranks. ``ValueError`` for
+                experts that ``expert_parallelize`` has divided.
             RuntimeError: for a model whose code above the layers needs values of another rank. The job ends.
         """
         from nxdpp.generation.generate import generate
 
+        if any(map(is_of_experts, self.original_module.parameters())):
+            raise ValueError(
+                f"expert_parallelize has divided the experts over "
+                f"{parallel_state.get_expert_model_parallel_size()} ranks, whose replicas would wait for each other's "
+                f"tokens in each forward of generate: save_pretrained(model, directory), and generate with "
+                f"expert_model_parallel_size=1."
+            )
         return generate(self, positional, num_microbatches, arguments)
 
     def gradient_checkpointing_enable(

@@ -18,6 +18,7 @@ from torch import fx
 
 from nxdpp.devices.device import Device
 from nxdpp.devices.kinds import device_of
+from nxdpp.gradients.expert_parameters import is_of_experts
 from nxdpp.gradients.grad_scaler import GradScaler
 from nxdpp.gradients.replica_gradients import ReplicaGradients
 from nxdpp.gradients.shards.rank_shards import RankShards
@@ -55,6 +56,7 @@ class Participants:
         replicas: ReplicaGradients,
         copies: TensorCopies,
         transport: Callable[[torch.device], Transport],
+        schedule: str,
     ) -> None:
         self.draws = Draws(part, replicas)
         self._replicas = replicas
@@ -71,8 +73,10 @@ class Participants:
             self.all += [Sums(ActionKind.SUM_SEQUENCE, gradients, gradients.add_up), Copies(copies, part)]
         if config.check_against_module is not None:
             self.all.append(Reference(part, partition.owners, config))
-        self.all += [Replicas(replicas, config.check_inputs != "never"), self.draws]
-        self.evaluating: list[Participant] = [self.draws]
+        experts = any(map(is_of_experts, part.root.parameters()))
+        alike = [Experts(replicas, [f"schedule: {schedule}", f"cuts: {partition.cuts}"])] if experts else []
+        self.all += [*alike, Replicas(replicas, config.check_inputs != "never"), self.draws]
+        self.evaluating: list[Participant] = [*alike, self.draws]
 
     def add_shards(self, shards: RankShards) -> None:
         """Add the units that this rank's parameters have become."""
@@ -130,6 +134,20 @@ class Copies(Participant):
     def after(self, step: Step) -> None:
         """Verify that they are equal."""
         self._copies.verify(self._part.compared.seed)
+
+
+class Experts(Participant):
+    """Layers whose experts other data-parallel ranks have too: all of these run the same actions in the same order."""
+
+    def __init__(self, replicas: ReplicaGradients, facts: Sequence[str]) -> None:
+        self._replicas, self._facts = replicas, facts
+
+    def after(self, step: Step) -> None:
+        """Verify that all replicas begin this step: their layers wait for each other's tokens."""
+        kind = "training step" if step.train else "evaluation"
+        microbatches = f"microbatches: {len(step.loss.microbatches)}"
+        with failure_watch.reported():
+            self._replicas.exchanges.begin(f"{kind} of experts over ranks", [microbatches, *self._facts])
 
 
 class Replicas(Participant):

@@ -91,7 +91,9 @@ class Steps:
         self.programs = programs
         self.replicas = ReplicaGradients(part, exchanges, config.gradient_reduction == "mean")
         self._copies = TensorCopies(part.module)
-        self._participants = Participants(config, partition, part, self.replicas, self._copies, self.engines.transport)
+        self._participants = Participants(
+            *(config, partition, part, self.replicas, self._copies, self.engines.transport, schedule.name)
+        )
         self._loss_dtypes: LastUsed[int, torch.dtype] = LastUsed()
         self._batches = Batches(part, config, normalization)
         self._preparation = StepPreparation(config, programs, normalization)

@@ -30,17 +30,12 @@ def check_sizes(tensor: int, pipeline: int, world_size: int) -> None:
         )
 
 
-def check_ones(context: int, expert: int, lnc: int) -> None:
+def check_ones(context: int, lnc: int) -> None:
     """Raise ``ValueError`` for a size other than 1 of a dimension that nxdpp does not have."""
     if context != 1:
         raise ValueError(
             f"context_parallel_size={context!r}: nxdpp does not split sequences over ranks. Give 1, and use the ranks "
             f"for pipeline, tensor or data parallelism."
-        )
-    if expert != 1:
-        raise ValueError(
-            f"expert_model_parallel_size={expert!r}: nxdpp does not split the experts of a layer over ranks. Give 1; "
-            f"a pipeline has the experts of each layer on one stage."
         )
     if lnc != 1:
         raise ValueError(
@@ -66,6 +61,22 @@ def checked_shard_size(size: int | None, replicas: int) -> int:
     return int(size)
 
 
+def checked_expert_size(size: int, replicas: int) -> int:
+    """Return ``expert_model_parallel_size``.
+
+    Raises ``ValueError`` for a size that does not divide the ``replicas``, ``TypeError`` for no whole number.
+    """
+    if isinstance(size, bool) or not isinstance(size, numbers.Integral):
+        raise TypeError(f"expert_model_parallel_size={size!r} must be a whole number of at least 1.")
+    if size < 1 or replicas % size:
+        raise ValueError(
+            f"expert_model_parallel_size={size} must divide the {counted(replicas, 'data-parallel rank')}, which are "
+            f"the world / (tensor size * pipeline size): consecutive ones share the experts of each layer. Give a "
+            f"divisor, or start more processes."
+        )
+    return int(size)
+
+
 def check_same(
     state: ProcessGroups,
     wanted: RankMesh,
@@ -73,6 +84,7 @@ def check_same(
     device: str | None,
     timeouts: Timeouts,
     shard_size: int,
+    expert_size: int,
 ) -> None:
     """Raise ``RuntimeError`` unless ``state`` has the groups, the devices and the limits that are asked for."""
     before = state.rank_mesh
@@ -91,6 +103,11 @@ def check_same(
         raise RuntimeError(
             f"model parallelism is already initialized with data_parallel_shard_size={state.shard_size}, which differs "
             f"from {shard_size}: call destroy_model_parallel() first"
+        )
+    if state.expert_size != expert_size:
+        raise RuntimeError(
+            f"model parallelism is already initialized with expert_model_parallel_size={state.expert_size}, which "
+            f"differs from {expert_size}: call destroy_model_parallel() first"
         )
     kind = state.device.type
     if wanted_device(backend, device) not in (None, kind):

@@ -8,6 +8,7 @@ Clipping and checkpoints read them::
     num_partitions             number of parts: the tensor-parallel size, or less where several ranks hold one part
     whole_size                 size along partition_dim of the whole, without padding (not in NeuronX Distributed)
     sequence_parallel_enabled  True: each tensor-parallel rank has the gradient of its part of the sequence
+    expert_model_parallel      True: each rank of an expert group holds experts of its own, along dimension 0
     shared                     True: copy of a tied weight whose gradient another pipeline rank counts
 
 Moves and materialisation keep the attributes of a parameter.
@@ -31,7 +32,7 @@ _DEFAULTS: dict[str, Any] = {
     "partition_stride": 1,
     "num_partitions": 1,
 }
-_KEPT = (*_DEFAULTS, "whole_size", "sequence_parallel_enabled")
+_KEPT = (*_DEFAULTS, "whole_size", "sequence_parallel_enabled", "expert_model_parallel")
 
 
 def set_tensor_model_parallel_attributes(

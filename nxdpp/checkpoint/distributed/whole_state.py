@@ -21,6 +21,7 @@ from nxdpp.checkpoint.distributed.rectangles import PlaceInWhole, placement_of
 from nxdpp.checkpoint.huggingface.model_tensors import WrappedModel
 from nxdpp.counted import counted
 from nxdpp.devices.kinds import device_of
+from nxdpp.gradients.expert_parameters import is_of_experts
 from nxdpp.pipeline.local.half_loaded import check_whole
 from nxdpp.ranks import parallel_state
 from nxdpp.ranks.exchange import Exchange
@@ -80,6 +81,11 @@ def gather_tensors(
     def tensors() -> ModelTensors:
         check_whole(local_module_of(model))
         found = model_tensors(model)
+        if any(map(is_of_experts, found.tensors.values())):
+            raise ValueError(
+                "expert_parallelize has divided the experts over ranks, which are not gathered: save_pretrained writes "
+                "the whole tensors, and save_checkpoint a training of any layout."
+            )
         quantized = [name for name in found.quantized if names is None or name in names]
         if quantized:
             raise ValueError(

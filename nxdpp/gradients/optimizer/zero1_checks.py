@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer, SparseAdam
 
+from nxdpp.gradients.expert_parameters import is_of_experts
 from nxdpp.gradients.gradient_dtype import dense
 from nxdpp.gradients.optimizer.known_optimizers import Unknown, looked_at
 from nxdpp.gradients.shards.local_tensors import is_sharded
@@ -50,8 +51,15 @@ def refuse_meta(parameters: Iterable[nn.Parameter]) -> None:
 
 
 def refuse_sharded(parameters: Iterable[nn.Parameter]) -> None:
-    """Raise ``ValueError`` for parameters that ``fully_shard`` has sharded."""
-    if any(map(is_sharded, parameters)):
+    """Raise ``ValueError`` for parameters that ``fully_shard`` or ``expert_parallelize`` have divided."""
+    listed = list(parameters)
+    if any(map(is_of_experts, listed)):
+        raise ValueError(
+            "Zero1Optimizer reduces gradients over all replicas, and expert_parallelize has given each rank of an "
+            "expert group experts of its own: take torch's own optimizer, as "
+            "torch.optim.AdamW(model.local_parameters())."
+        )
+    if any(map(is_sharded, listed)):
         raise ValueError(
             "Zero1Optimizer shards the state of whole parameters, and fully_shard has sharded them with their "
             "gradients and state already: take torch's own optimizer, as torch.optim.AdamW(model.local_parameters())."

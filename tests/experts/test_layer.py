@@ -1,0 +1,221 @@
+"""The way of tokens to experts of a module of one's own: uneven and empty experts, and inputs without a gradient."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import nxdpp
+from nxdpp import NxDPPModel, expert_parallelize, parallel_state
+from nxdpp.gradients.average import bucket_allreduce_gradients
+from nxdpp.gradients.optimizer.zero1 import Zero1Optimizer
+from nxdpp.initialization.parts import own_part
+from tests.support.run_ranks import run_ranks
+
+WIDTH = 6
+MICROBATCHES = 2
+
+
+class Experts(nn.Module):
+    """Four experts in one parameter, with the choices behind their weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.matrix = nn.Parameter(torch.randn(4, WIDTH, WIDTH))
+        self.offset = nn.Parameter(torch.randn(4, WIDTH))
+
+    def forward(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+        total = torch.zeros_like(x)
+        for slot in range(chosen.shape[1]):
+            product = torch.einsum("nh,nhj->nj", x, self.matrix[chosen[:, slot]]) + self.offset[chosen[:, slot]]
+            total = total + weights[:, slot : slot + 1] * product.tanh()
+        return total
+
+
+class Layer(nn.Module):
+    """Two of four experts for each token; ``towards`` 3 sends all tokens to the last two experts."""
+
+    def __init__(self, towards: float) -> None:
+        super().__init__()
+        self.router = nn.Linear(WIDTH, 4)
+        self.experts = Experts()
+        with torch.no_grad():
+            self.router.bias.copy_(towards * torch.arange(4.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, chosen = self.router(x).softmax(-1).topk(2)
+        mixed: Tensor = x + self.experts(x, weights=weights, chosen=chosen)
+        return mixed
+
+
+class Model(nn.Module):
+    """A loss over layers of experts, the first of which gets the inputs as they are."""
+
+    def __init__(self, towards: float) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer(towards) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().mean()
+
+
+PLAN = {"layers.*.experts.matrix": "grouped_gemm", "layers.*.experts.offset": "grouped_gemm"}
+
+
+def _made(towards: float) -> Model:
+    torch.manual_seed(3)
+    return Model(towards).double()
+
+
+def _inputs(replica: int) -> Tensor:
+    # Of the first replica one row of a microbatch, of the second three.
+    rows = MICROBATCHES * (1 + 2 * replica)
+    return torch.randn(rows, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(replica))
+
+
+def _differences(
+    towards: float, schedule: str, frozen: bool, accumulated: bool = False, reduction: str = "mean"
+) -> dict[str, float]:
+    """Differences above rounding of gradients, in two steps that add up where these are means."""
+    model = _made(towards)
+    model.layers[0].router.requires_grad_(not frozen)
+    whole = copy.deepcopy(model)
+    wrapped = NxDPPModel(
+        expert_parallelize(model, PLAN),
+        transformer_layer_cls=Layer,
+        num_microbatches=MICROBATCHES,
+        schedule=schedule,
+        gradient_reduction=reduction,
+    )
+    replica, replicas = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_size()
+    if accumulated:
+        with wrapped.no_sync():
+            wrapped.run_train(x=_inputs(replica))
+    for step in range(2 if reduction == "mean" else 1):
+        wrapped.run_train(x=_inputs(replica))
+        for each in range(replicas):
+            for part in _inputs(each).chunk(MICROBATCHES):
+                share = 1 / MICROBATCHES / replicas if reduction == "mean" else 1
+                (whole(part) * (1 + (accumulated and step == 0)) * share).backward()
+    found = {}
+    for name, parameter in wrapped.local_named_parameters():
+        theirs = whole.get_parameter(name).grad
+        if theirs is None or parameter.grad is None:
+            assert parameter.grad is theirs, name
+        else:
+            found[name] = float((parameter.grad - own_part(theirs, parameter)).abs().max())
+    return {name: value for name, value in found.items() if not value <= 1e-12}
+
+
+def _train(rank: int, pipeline: int) -> dict[Any, dict[str, float]]:
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=pipeline, expert_model_parallel_size=2)
+    cases: list[tuple[Any, ...]] = [
+        (0.0, "1f1b", False),
+        # Rank 0 of the expert group gets no token.
+        (30.0, "1f1b", True),
+        (30.0, "zb-h1", False),
+        (0.0, "1f1b", False, True),
+        (0.0, "1f1b", False, False, "sum"),
+    ]
+    return {case: found for case in cases if (found := _differences(*case))}
+
+
+def test_uneven_and_empty_experts_are_exact() -> None:
+    assert run_ranks(2, _train, 1) == [{}, {}]
+
+
+def test_uneven_and_empty_experts_are_exact_over_two_stages() -> None:
+    assert run_ranks(4, _train, 2) == [{}] * 4
+
+
+def _message(call: Any) -> str:
+    with pytest.raises((ValueError, TypeError, RuntimeError)) as caught:
+        call()
+    return str(caught.value)
+
+
+def _refusals(rank: int) -> list[str]:
+    parallel_state.initialize_model_parallel(expert_model_parallel_size=2)
+    divided = expert_parallelize(_made(0.0), PLAN)
+    single = _made(0.0)
+    experts: Any = single.get_submodule("layers.1.experts")
+    experts.matrix = nn.Parameter(torch.zeros(3, WIDTH, WIDTH, dtype=torch.float64))
+    wrapped = NxDPPModel(expert_parallelize(_made(0.0), PLAN), transformer_layer_cls=Layer)
+    return [
+        _message(lambda: parallel_state.initialize_model_parallel(expert_model_parallel_size=1)),
+        _message(lambda: expert_parallelize(divided, PLAN)),
+        _message(lambda: expert_parallelize(wrapped, PLAN)),
+        _message(lambda: expert_parallelize(nn.Linear(2, 2))),
+        _message(lambda: expert_parallelize(_made(0.0), {"layers.*.expert": "grouped_gemm"})),
+        _message(lambda: expert_parallelize(_made(0.0), {"layers.*.experts.matrix": "colwise"})),
+        _message(lambda: expert_parallelize(_made(0.0), {"layers.*.router.weight": "grouped_gemm"})),
+        _message(lambda: expert_parallelize(single, {"layers.*.experts.matrix": "grouped_gemm"})),
+        _message(lambda: NxDPPModel(divided, transformer_layer_cls=Layer, use_zero1_optimizer=True)),
+        _message(lambda: NxDPPModel(divided, transformer_layer_cls=Layer, check_against_module="first")),
+        _message(lambda: nxdpp.fully_shard(wrapped)),
+        _message(lambda: nxdpp.apply_compile(wrapped, backend="eager")),
+        _message(lambda: nxdpp.gather_state_dict(wrapped)),
+        _message(lambda: wrapped.generate(torch.zeros(1, 1))),
+        _message(lambda: Zero1Optimizer(wrapped.local_parameters(), torch.optim.SGD, lr=0.1)),
+        _message(lambda: bucket_allreduce_gradients([torch.zeros(1)])),
+    ]
+
+
+REFUSED = [
+    "already initialized with expert_model_parallel_size=2, which differs from 1",
+    "the experts of the model are divided already",
+    "takes a model before it is wrapped, not a NxDPPModel",
+    "Linear has no plan for experts",
+    "the plan names layers.*.expert, which Model does not have",
+    "unknown styles in the plan: colwise",
+    "layers.0.router, a Linear, takes input: experts over ranks take hidden states",
+    "the 3 experts of layers.1.experts do not divide by expert_model_parallel_size=2",
+    "does not go with use_zero1_optimizer=True",
+    "does not go with check_against_module='first'",
+    "fully_shard does not go with expert_parallelize",
+    "compiled layers were not compared: leave apply_compile out",
+    "save_pretrained writes the whole tensors",
+    "generate with expert_model_parallel_size=1",
+    "Zero1Optimizer reduces gradients over all replicas",
+    "expert_model_parallel_size=2): wrap the model, whose run_train averages them",
+]
+
+
+def test_what_is_not_supported_is_refused() -> None:
+    for messages in run_ranks(2, _refusals):
+        assert [text for text, message in zip(REFUSED, messages, strict=True) if text not in message] == []
+
+
+def _mistakes(rank: int, case: str) -> None:
+    parallel_state.initialize_model_parallel(expert_model_parallel_size=2)
+    wrapped = NxDPPModel(
+        expert_parallelize(_made(0.0), PLAN), transformer_layer_cls=Layer, num_microbatches=MICROBATCHES
+    )
+    inputs = _inputs(0)
+    if case == "evaluation" and rank == 1:
+        wrapped.run_eval(x=inputs)
+    elif case == "microbatches":
+        wrapped.run_train_microbatches([{"x": inputs}] * (1 + rank))
+    elif case == "values" and rank == 2:
+        with torch.no_grad():
+            for name, parameter in wrapped.local_named_parameters():
+                if "experts" in name:
+                    parameter.add_(1.0)
+    wrapped.run_train(x=inputs)
+
+
+@pytest.mark.parametrize(
+    ("case", "ranks", "text"),
+    [
+        ("evaluation", 2, "evaluation of experts over ranks.*Make the same calls"),
+        ("microbatches", 2, "microbatches: 1"),
+        ("values", 4, "data-parallel rank 2 has other values than data-parallel rank 0 in the parts"),
+    ],
+)
+def test_a_mistake_of_one_replica_is_named(case: str, ranks: int, text: str) -> None:
+    with pytest.raises(AssertionError, match=f"(?s)RuntimeError: .*{text}"):
+        run_ranks(ranks, _mistakes, case)
