@@ -83,7 +83,9 @@ class ReplicaStepCheck:
         return [sample(parameter).hex() for parameter in self._compared(optimizer)]
 
     def _compared(self, optimizer: Optimizer) -> list[nn.Parameter]:
-        stepped = [p for group in optimizer.param_groups for p in group["params"] if not self._is_averaged.get(p)]
+        # Routers and other layers tell of experts, which each rank of an expert group has of its own.
+        groups = optimizer.param_groups
+        stepped = [p for g in groups for p in g["params"] if not self._is_averaged.get(p) and not is_of_experts(p)]
         ours = any(p in self._is_averaged or getattr(p, "tensor_model_parallel", False) for p in stepped)
         return stepped if ours else []
 

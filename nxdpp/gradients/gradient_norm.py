@@ -142,7 +142,7 @@ def _norm_of(
         shares = [share if is_sharded(p) else share / copies for share, p in zip(shares, trained, strict=True)]
         groups.append(ranks)
     experts = parallel_state.get_expert_model_parallel_size()
-    if experts > 1:
+    if experts > 1 and not zero1_optimizer:
         shares = [share if is_of_experts(p) else share / experts for share, p in zip(shares, trained, strict=True)]
         groups.append(parallel_state.get_expert_model_parallel_group())
     if zero1_optimizer:

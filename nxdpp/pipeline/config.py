@@ -164,7 +164,6 @@ class PipelineConfig(Settings[bool, bool]):
     def _check_with_experts(self) -> None:
         """Raise ``ValueError`` for settings that take a rank for a whole replica; its experts are on several ranks."""
         refused = {
-            "use_zero1_optimizer=True, whose optimizer reduces gradients over all replicas": self.use_zero1_optimizer,
             f"check_against_module={self.check_against_module!r}, which runs the whole model on each rank": (
                 self.check_against_module is not None
             ),

@@ -1,8 +1,8 @@
 """Checkpoints of divided experts load into any layout to the bit, and files have the names of Hugging Face."""
 
 from pathlib import Path
-from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from transformers import MixtralForCausalLM
@@ -18,33 +18,45 @@ from nxdpp import (
     save_checkpoint,
     save_pretrained,
 )
+from nxdpp.gradients.optimizer.zero1 import Zero1Optimizer
 from nxdpp.initialization.parts import own_part, part_of
 from tests.support.expert_models import batch_of, make, mixtral
 from tests.support.run_ranks import run_ranks
 from tests.support.tensor_models import differing
 
 
-def _wrapped(seed: int = 7) -> tuple[NxDPPModel, torch.optim.Optimizer]:
+# Per piece of a parameter that a rank steps: its experts' index and first element, with values and state.
+State = dict[str, dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]]]
+
+
+def _wrapped(seed: int = 7, zero1: bool = False) -> tuple[NxDPPModel, torch.optim.Optimizer]:
     model = make("mixtral", 2)
     torch.manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter), alpha=0.01)
-    wrapped = NxDPPModel(expert_parallelize(model), num_microbatches=2)
+    wrapped = NxDPPModel(expert_parallelize(model), num_microbatches=2, use_zero1_optimizer=zero1)
+    if zero1:
+        return wrapped, Zero1Optimizer(wrapped.local_named_parameters(), torch.optim.Adam, lr=0.01)
     return wrapped, torch.optim.Adam(wrapped.local_parameters(), 0.01)
 
 
-def _state(wrapped: NxDPPModel, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for name, parameter in wrapped.local_named_parameters():
+def _state(wrapped: NxDPPModel, optimizer: torch.optim.Optimizer) -> State:
+    named = list(wrapped.local_named_parameters())
+    pieces = [(*each, 0, each[1], optimizer.state.get(each[1], {})) for each in named]
+    if isinstance(optimizer, Zero1Optimizer):
+        pieces = [(*named[shard.parameter], shard.start, *rest) for shard, *rest in optimizer.shards()]
+    found: State = {}
+    for name, parameter, start, values, state in pieces:
         part = part_of(parameter)
-        found[name] = part and part.index, parameter.detach(), optimizer.state[parameter]["exp_avg"]
+        place = (0 if part is None else part.index), start
+        found.setdefault(name, {})[place] = values.detach().reshape(-1), state["exp_avg"].reshape(-1)
     return found
 
 
-def _save(rank: int, pipeline: int, expert: int, folder: Path) -> dict[str, Any]:
+def _save(rank: int, pipeline: int, expert: int, folder: Path, zero1: bool = False) -> State:
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=pipeline, expert_model_parallel_size=expert)
-    wrapped, optimizer = _wrapped()
+    wrapped, optimizer = _wrapped(zero1=zero1)
     wrapped.run_train(**batch_of(parallel_state.get_data_parallel_rank(), 4))
     optimizer.step()
     save_checkpoint(folder / "training", "1", model=wrapped, optimizer=optimizer)
@@ -61,31 +73,42 @@ def _save(rank: int, pipeline: int, expert: int, folder: Path) -> dict[str, Any]
     return _state(wrapped, optimizer)
 
 
-def _load(rank: int, pipeline: int, expert: int, folder: Path) -> dict[str, Any]:
+def _load(rank: int, pipeline: int, expert: int, folder: Path, zero1: bool = False) -> State:
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=pipeline, expert_model_parallel_size=expert)
-    wrapped, optimizer = _wrapped(seed=8)
+    wrapped, optimizer = _wrapped(8, zero1)
     load_checkpoint(folder / "training", "1", model=wrapped, optimizer=optimizer)
     whole = MixtralForCausalLM.from_pretrained(folder / "files", dtype=torch.float64)
     assert differing(dict(wrapped.local_named_parameters()), whole) == []
     return _state(wrapped, optimizer)
 
 
-def _joined(states: list[dict[str, Any]]) -> dict[str, list[torch.Tensor]]:
-    """The whole values and states of all parameters."""
-    parts: dict[str, dict[int, tuple[torch.Tensor, ...]]] = {}
+def _joined(states: list[State]) -> dict[str, list[torch.Tensor]]:
+    """The whole values and states of all parameters, flat."""
+    parts: State = {}
     for state in states:
-        for name, (index, *values) in state.items():
-            parts.setdefault(name, {})[index or 0] = tuple(values)
+        for name, pieces in state.items():
+            parts.setdefault(name, {}).update(pieces)
     return {
-        name: [torch.cat([found[index][i] for index in sorted(found)]) for i in range(2)]
+        name: [torch.cat([found[place][i] for place in sorted(found)]) for i in range(2)]
         for name, found in parts.items()
     }
 
 
-def test_a_layout_loads_the_checkpoint_of_another_to_the_bit(tmp_path: Path) -> None:
-    saved = _joined(run_ranks(4, _save, 2, 2, tmp_path))
-    for ranks, pipeline, expert in ((4, 1, 4), (1, 1, 1)):
-        loaded = _joined(run_ranks(ranks, _load, pipeline, expert, tmp_path))
+@pytest.mark.parametrize(
+    ("layout", "others"),
+    [
+        ((4, 2, 2), [(4, 1, 4), (1, 1, 1), (4, 1, 2, True)]),
+        # Two copies of each expert share their state; with size 4 there is one.
+        ((4, 1, 2, True), [(4, 2, 2, True), (4, 1, 4, True), (1, 1, 1)]),
+    ],
+)
+def test_a_layout_loads_the_checkpoint_of_another_to_the_bit(
+    tmp_path: Path, layout: tuple[int, ...], others: list[tuple[int, ...]]
+) -> None:
+    ranks, pipeline, expert, *zero1 = layout
+    saved = _joined(run_ranks(ranks, _save, pipeline, expert, tmp_path, *zero1))
+    for ranks, pipeline, expert, *zero1 in others:
+        loaded = _joined(run_ranks(ranks, _load, pipeline, expert, tmp_path, *zero1))
         assert loaded.keys() == saved.keys()
         for name, values in loaded.items():
             assert all(map(torch.equal, values, saved[name])), name

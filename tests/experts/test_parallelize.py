@@ -91,3 +91,7 @@ def test_whole_experts_next_to_tensor_parallel_layers_are_exact() -> None:
 
 def test_four_ranks_share_the_experts_exactly() -> None:
     assert run_ranks(4, _train, 1, 1, 4, [("olmoe", "1f1b")]) == [{}] * 4
+
+
+def test_three_of_six_ranks_share_the_experts_exactly() -> None:
+    assert run_ranks(6, _train, 1, 1, 3, [("six experts", "1f1b")]) == [{}] * 6

@@ -1,6 +1,7 @@
 """Tiny mixtures of experts in float64, batches of replicas, and one process's step over all of them."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,7 +32,8 @@ _BALANCED: dict[str, Any] = {"output_router_logits": True, "router_aux_loss_coef
 
 
 def mixtral(layers: int, **changes: Any) -> MixtralForCausalLM:
-    return MixtralForCausalLM(MixtralConfig(**_SIZES, num_local_experts=4, num_hidden_layers=layers, **changes))
+    sizes = {**_SIZES, "num_local_experts": 4, "num_hidden_layers": layers, **changes}
+    return MixtralForCausalLM(MixtralConfig(**sizes))
 
 
 def balanced_mixtral(layers: int, **changes: Any) -> MixtralForCausalLM:
@@ -63,6 +65,7 @@ def deepseek_v3(layers: int, **changes: Any) -> DeepseekV3ForCausalLM:
 
 MODELS: dict[str, Callable[..., Any]] = {
     "mixtral": mixtral,
+    "six experts": partial(mixtral, num_local_experts=6),
     "balanced mixtral": balanced_mixtral,
     "qwen3_moe": qwen3_moe,
     "olmoe": olmoe,

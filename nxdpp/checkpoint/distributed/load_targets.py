@@ -207,7 +207,7 @@ class LoadTargets:
                     values = self._writable(memory)
                     is_new = id(value) not in in_use or values is not memory
                     self._add(name, held.blocks(value, values), is_new)
-                    if not held.is_shard:
+                    if not held.is_shard and not is_of_experts(held.parameter):
                         self.of_replicas.add(name)
             self._after.append(partial(held.give, state, described))
         frozen = [name for name in not_sharded(optimizer, names) if is_stepped(states.get(name, {}))]

@@ -50,16 +50,14 @@ def refuse_meta(parameters: Iterable[nn.Parameter]) -> None:
         )
 
 
-def refuse_sharded(parameters: Iterable[nn.Parameter]) -> None:
-    """Raise ``ValueError`` for parameters that ``fully_shard`` or ``expert_parallelize`` have divided."""
-    listed = list(parameters)
-    if any(map(is_of_experts, listed)):
+def refuse_divided(parameters: Sequence[nn.Parameter], groups: int) -> None:
+    """Raise ``ValueError`` for parameters of ``fully_shard``, and for experts over ranks with several ``groups``."""
+    if groups > 1 and any(map(is_of_experts, parameters)):
         raise ValueError(
-            "Zero1Optimizer reduces gradients over all replicas, and expert_parallelize has given each rank of an "
-            "expert group experts of its own: take torch's own optimizer, as "
-            "torch.optim.AdamW(model.local_parameters())."
+            f"sharding_groups={groups} divides the replicas into groups with the whole state, and expert_parallelize "
+            f"has given each rank of an expert group experts of its own: leave sharding_groups out."
         )
-    if any(map(is_sharded, listed)):
+    if any(map(is_sharded, parameters)):
         raise ValueError(
             "Zero1Optimizer shards the state of whole parameters, and fully_shard has sharded them with their "
             "gradients and state already: take torch's own optimizer, as torch.optim.AdamW(model.local_parameters())."
