@@ -24,7 +24,6 @@ from tests.support.expert_models import batch_of, make, mixtral
 from tests.support.run_ranks import run_ranks
 from tests.support.tensor_models import differing
 
-
 # Per piece of a parameter that a rank steps: its experts' index and first element, with values and state.
 State = dict[str, dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]]]
 

@@ -91,13 +91,22 @@ def batch_of(replica: int, rows: int, seed: int = 0) -> dict[str, torch.Tensor]:
 def step_of_one_process(
     model: nn.Module, batches: Sequence[dict[str, torch.Tensor]], microbatches: int
 ) -> list[torch.Tensor]:
-    """Add the gradients of the mean over replicas and microbatches; return the mean loss of each replica."""
+    """Add the gradients of the mean over replicas and microbatches; return the mean loss of each replica.
+
+    transformers computes losses in float32, in which a third is rounded: the gradients are divided, in float64.
+    """
+    before = [parameter.grad for parameter in model.parameters()]
+    model.zero_grad()
     means = []
     for batch in batches:
         losses = []
         for part in zip(*(value.chunk(microbatches) for value in batch.values()), strict=True):
             loss = model(**dict(zip(batch, part, strict=True))).loss
-            (loss / microbatches / len(batches)).backward()
+            (loss / microbatches).backward()
             losses.append(loss.detach())
         means.append(torch.stack(losses).mean())
+    for parameter, earlier in zip(model.parameters(), before, strict=True):
+        if parameter.grad is not None:
+            parameter.grad /= len(batches)
+            parameter.grad += 0 if earlier is None else earlier
     return means
