@@ -1,10 +1,12 @@
 """Checkpoints of divided experts load into any layout to the bit, and files have the names of Hugging Face."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from transformers import MixtralForCausalLM
 
 from nxdpp import (
@@ -42,7 +44,9 @@ def _wrapped(seed: int = 7, zero1: bool = False) -> tuple[NxDPPModel, torch.opti
 
 def _state(wrapped: NxDPPModel, optimizer: torch.optim.Optimizer) -> State:
     named = list(wrapped.local_named_parameters())
-    pieces = [(*each, 0, each[1], optimizer.state.get(each[1], {})) for each in named]
+    pieces: list[tuple[str, nn.Parameter, int, nn.Parameter, dict[str, Any]]] = [
+        (name, parameter, 0, parameter, optimizer.state.get(parameter, {})) for name, parameter in named
+    ]
     if isinstance(optimizer, Zero1Optimizer):
         pieces = [(*named[shard.parameter], shard.start, *rest) for shard, *rest in optimizer.shards()]
     found: State = {}

@@ -268,10 +268,10 @@ def _scaled(half: bool, zero1: bool) -> list[Any]:
         reference.step(theirs)
         stepped = not all(torch.equal(one, other) for one, (_, other) in zip(before, trained, strict=True))
         assert stepped is (step != 1)
-        for each in (scaler, reference):
-            each.update()
-        for each in (ours, theirs):
-            each.zero_grad()
+        scaler.update()
+        reference.update()
+        ours.zero_grad()
+        theirs.zero_grad()
         assert scaler.get_scale() == reference.get_scale()
         scales.append(scaler.get_scale())
         found |= {f"{name} {step}": value for name, value in _values(wrapped, whole).items() if "factor" not in name}
