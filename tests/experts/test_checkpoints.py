@@ -48,7 +48,8 @@ def _state(wrapped: NxDPPModel, optimizer: torch.optim.Optimizer) -> State:
         (name, parameter, 0, parameter, optimizer.state.get(parameter, {})) for name, parameter in named
     ]
     if isinstance(optimizer, Zero1Optimizer):
-        pieces = [(*named[shard.parameter], shard.start, *rest) for shard, *rest in optimizer.shards()]
+        shards = optimizer.shards()
+        pieces = [(*named[shard.parameter], shard.start, values, state) for shard, values, state in shards]
     found: State = {}
     for name, parameter, start, values, state in pieces:
         part = part_of(parameter)
