@@ -39,6 +39,8 @@ Names::
     load_pretrained                Load this rank's part of the Hugging Face directory into a wrapped model
     neuronx_distributed_config     Return the configuration of a training
     plan                           Return the layouts of a job with the shortest steps
+    recorded_routing               Record which experts the tokens of each step in the block choose
+    replayed_routing               Give the tokens of each step in the block the experts that routing has
     save_checkpoint                Save a training in path/tag, for any layout of ranks to load
     save_pretrained                Write a wrapped model to directory in the format of transformers
     tensor_parallelize             Divide the linear layers and embeddings of model over the tensor-parallel ranks
@@ -94,6 +96,8 @@ __all__ = [
     "neuronx_distributed_config",
     "parallel_state",
     "plan",
+    "recorded_routing",
+    "replayed_routing",
     "save_checkpoint",
     "save_pretrained",
     "tensor_parallelize",

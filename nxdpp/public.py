@@ -18,6 +18,8 @@ from nxdpp.gradients.optimizer.known_optimizers import declare_optimizer as decl
 from nxdpp.initialization.deferred_init import deferred_init as deferred_init
 from nxdpp.initialization.init_on_device import init_on_device as init_on_device
 from nxdpp.pipeline.activation_checkpoint import apply_checkpoint as apply_checkpoint
+from nxdpp.pipeline.expert_routing import recorded_routing as recorded_routing
+from nxdpp.pipeline.expert_routing import replayed_routing as replayed_routing
 from nxdpp.pipeline.fully_shard import fully_shard as fully_shard
 from nxdpp.pipeline.layer_compilation import apply_compile as apply_compile
 from nxdpp.pipeline.microbatches.token_budget import batches_of_tokens as batches_of_tokens

@@ -8,7 +8,7 @@ Two ranks with two experts each; token a of rank 0 goes to experts 1 and 2, with
 
 The routing weights stay where the token is. So the products are added up in the order of a token's choices, as in the
 grouped experts of transformers in one process. The numbers of tokens go first, in a message of one number for each
-expert: nothing is dropped or padded. An all-to-all is one node of autograd, whose backward is the all-to-all in the
+expert, and the sum: nothing is dropped or padded, and the ranks know how busy their experts are (``routing.py``). An all-to-all is one node of autograd, whose backward is the all-to-all in the
 other direction. A backward, also a split one, runs a node once. Between the two the gradients are divided by the number
 of ranks, so those of the experts are the mean over the replicas whose tokens came (``gradients/expert_parameters.py``).
 Each rank of the group makes the same messages in the same order, since all run one schedule (``Experts`` in
@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
+from nxdpp.experts.routing import routing_of
 from nxdpp.gradients.expert_parameters import is_of_experts
 from nxdpp.ranks import parallel_state
 from nxdpp.ranks.faults.board import board
@@ -63,14 +64,20 @@ class DividedExperts(KeepsAttributes):
         if not has_values(hidden):
             # A count of costs: as many rows as this rank has on average.
             return run(rows, index.reshape(len(rows), -1) % count, weights.reshape(len(rows), -1)).view_as(hidden)
-        choices = index.reshape(len(rows), -1)
-        return dispatched(run, count, rows, choices, weights.reshape(choices.shape)).view_as(hidden)
+        choices, routing = index.reshape(len(rows), -1), routing_of(self)
+        call = None if routing is None else routing.choose(self, choices)
+        outputs, tokens = dispatched(run, count, rows, choices, weights.reshape(choices.shape))
+        if routing is not None and call is not None:
+            routing.note(self, call, tokens)
+        return outputs.view_as(hidden)
 
 
 def dispatched(
     run: LocalExperts, count: int, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor
-) -> torch.Tensor:
+) -> tuple[torch.Tensor, list[int]]:
     """Return the outputs of all chosen experts ``(N, H)``; collective over the expert group.
+
+    Returns too how many tokens came to each expert of this rank, and last the tokens of all experts.
 
     Args:
         run: computes rows with this rank's experts, of which ``index`` counts from 0.
@@ -85,8 +92,12 @@ def dispatched(
     # Stable: rows of an expert stay in the order of their tokens.
     order = experts.argsort(stable=True)
     counts = torch.bincount(experts, minlength=ranks * count).view(ranks, count)
-    theirs = _exchanged(counts, [1] * ranks, [1] * ranks, group)
-    sent, received = counts.sum(1).tolist(), theirs.sum(1).tolist()
+    with_sum = torch.cat([counts, counts.new_full((ranks, 1), len(experts))], dim=1)
+    theirs = _exchanged(with_sum, [1] * ranks, [1] * ranks, group)
+    came, theirs = theirs.sum(0), theirs[:, :-1]
+    # One copy to the host, which waits for it.
+    numbers = torch.cat([counts.sum(1), theirs.sum(1), came]).tolist()
+    sent, received, tokens = numbers[:ranks], numbers[ranks : 2 * ranks], numbers[2 * ranks :]
     # Send each pair of a token and an expert, and compute.
     rows = _all_to_all(hidden[order // choices], sent, received, group, scale=ranks)
     local = torch.arange(count, device=hidden.device).repeat(ranks).repeat_interleave(theirs.reshape(-1))
@@ -96,7 +107,7 @@ def dispatched(
     places = torch.empty_like(order)
     places[order] = torch.arange(len(order), device=order.device)
     weighted = back[places].view(*index.shape, -1) * weights.unsqueeze(-1)
-    return weighted.sum(dim=1).to(hidden.dtype)
+    return weighted.sum(dim=1).to(hidden.dtype), tokens
 
 
 def _computed(run: LocalExperts, rows: torch.Tensor, local: torch.Tensor) -> torch.Tensor:

@@ -499,6 +499,17 @@ class NxDPPModel(_Constructor[OnEveryRank, PerMicrobatch], LocalView):
         return [] if self.steps.timer is None else self.steps.timer.action_times
 
     @property
+    def last_expert_balance(self) -> dict[str, Any]:
+        """Tokens that came to the experts of this rank in the last training step, for JSON; not collective.
+
+        A token counts once for each expert that it chooses. ``"experts"`` are the tokens of each expert, summed over
+        the layers of this rank, with 0 for experts of other ranks. ``"routing"`` has ``"largest_over_mean"``, the most
+        tokens of an expert of this rank over the mean of the experts of its layer, ``"largest"``, that layer and
+        expert, and ``"share"``, the part of all tokens that came to this rank. Empty without ``expert_parallelize``.
+        """
+        return self.steps.balance()
+
+    @property
     def last_compile_seconds(self) -> float:
         """Seconds of compilations of an XLA device, from the end of the step before to the end of the last step.
 

@@ -18,11 +18,14 @@ from torch import fx
 
 from nxdpp.devices.device import Device
 from nxdpp.devices.kinds import device_of
+from nxdpp.experts.layer import DividedExperts
+from nxdpp.experts.routing import StepRouting
 from nxdpp.gradients.expert_parameters import is_of_experts
 from nxdpp.gradients.grad_scaler import GradScaler
 from nxdpp.gradients.replica_gradients import ReplicaGradients
 from nxdpp.gradients.shards.rank_shards import RankShards
 from nxdpp.pipeline.config import PipelineConfig
+from nxdpp.pipeline.local.changes import Change
 from nxdpp.pipeline.local.part import Part
 from nxdpp.pipeline.local.tied_weights import TiedWeights
 from nxdpp.pipeline.p2p.transport import Transport
@@ -35,6 +38,7 @@ from nxdpp.ranks.group_values import extremes
 from nxdpp.ranks.random_stream import ProgramNumbers, RandomStream, stream_state_of
 from nxdpp.schedules.actions import ActionKind
 from nxdpp.schedules.lowering.additions import AVERAGE, Addition, Around
+from nxdpp.tracing.modules import listings
 from nxdpp.tensor.sequence_parallel import StepGradients
 from nxdpp.tensor.tensor_copies import TensorCopies
 
@@ -46,6 +50,7 @@ class Participants:
         draws: the streams of random numbers.
         all: in the order of their verbs.
         evaluating: those that take part in evaluations.
+        experts: layers of experts over ranks, if the model has any.
     """
 
     def __init__(
@@ -73,8 +78,10 @@ class Participants:
             self.all += [Sums(ActionKind.SUM_SEQUENCE, gradients, gradients.add_up), Copies(copies, part)]
         if config.check_against_module is not None:
             self.all.append(Reference(part, partition.owners, config))
-        experts = any(map(is_of_experts, part.root.parameters()))
-        alike = [Experts(replicas, [f"schedule: {schedule}", f"cuts: {partition.cuts}"])] if experts else []
+        self.experts: Experts | None = None
+        if any(map(is_of_experts, part.root.parameters())):
+            self.experts = Experts(part, replicas, [f"schedule: {schedule}", f"cuts: {partition.cuts}"])
+        alike = [] if self.experts is None else [self.experts]
         self.all += [*alike, Replicas(replicas, config.check_inputs != "never"), self.draws]
         self.evaluating: list[Participant] = [*alike, self.draws]
 
@@ -139,11 +146,25 @@ class Copies(Participant):
 class Experts(Participant):
     """Layers whose experts other data-parallel ranks have too: all of these run the same actions in the same order."""
 
-    def __init__(self, replicas: ReplicaGradients, facts: Sequence[str]) -> None:
-        self._replicas, self._facts = replicas, facts
+    def __init__(self, part: Part, replicas: ReplicaGradients, facts: Sequence[str]) -> None:
+        self._part, self._replicas, self._facts = part, replicas, facts
+        self._routing, self._watch = StepRouting(), part.changes.watch(Change.MODULE)
+
+    @property
+    def routing(self) -> StepRouting:
+        """What the layers see, which are followed through changes of modules."""
+        if self._watch.has_moved:
+            self._routing.follow(listings.named_modules(self._part.module), DividedExperts)
+            self._watch.settle()
+        return self._routing
+
+    def before(self, step: Step) -> None:
+        """Check that choices that are given again are those of such a step."""
+        self.routing.check(len(step.loss.microbatches))
 
     def after(self, step: Step) -> None:
         """Verify that all replicas begin this step: their layers wait for each other's tokens."""
+        self.routing.begin(step.engine.microbatches, step.train)
         kind = "training step" if step.train else "evaluation"
         microbatches = f"microbatches: {len(step.loss.microbatches)}"
         with failure_watch.reported():

@@ -23,6 +23,7 @@ from nxdpp.agreement.step_verifier import StepIdentity, StepVerifier
 from nxdpp.agreement.tensor_ranks import verify_tensor_ranks
 from nxdpp.devices.device import Compilations
 from nxdpp.devices.kinds import device_of
+from nxdpp.experts.routing import StepRouting
 from nxdpp.gradients.autocast import check_autocast
 from nxdpp.gradients.gradient_norm import clip_grad_norm, dtype_of_norm
 from nxdpp.gradients.mean_loss import mean_loss
@@ -343,7 +344,7 @@ class Steps:
             each.after(step)
         # Run.
         timeline = self.engines.timeline
-        recorded = nullcontext() if timeline is None else timeline.step(device, train)
+        recorded = nullcontext() if timeline is None else timeline.step(device, train, self.balance)
         with failure_watch.reported(), recorded:
             step.values = step.engine.run(loss)
         if known is None:
@@ -424,6 +425,15 @@ class Steps:
             )
         self._is_verified, self._refused, step.hashes = True, None, inputs.values
         return engine, digest
+
+    @property
+    def routing(self) -> StepRouting | None:
+        """What the layers of experts over ranks see; ``None`` without such layers."""
+        return None if self._participants.experts is None else self._participants.experts.routing
+
+    def balance(self) -> dict[str, Any]:
+        """Return how many tokens came to the experts of this rank in the last training step; empty without experts."""
+        return {} if self.routing is None else self.routing.balance()
 
     def shard(self, shards: RankShards) -> None:
         """Run ``shards``, which this rank's parameters have become, from the next step on; on all ranks."""
