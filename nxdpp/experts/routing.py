@@ -128,7 +128,7 @@ class StepRouting:
         """
         rank, ranks = parallel_state.get_expert_model_parallel_rank(), parallel_state.get_expert_model_parallel_size()
         experts: list[int] | None = None
-        most, largest, here, everywhere = 0.0, "", 0, 0
+        most, largest, here, everywhere = -1.0, "", 0, 0
         for layer, calls in self._tokens.items():
             *own, total = map(sum, zip(*calls.values(), strict=True))
             count, here, everywhere = len(own), here + sum(own), everywhere + total

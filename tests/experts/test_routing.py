@@ -163,9 +163,9 @@ def test_replayed_routing_of_checkpointed_layers_of_ones_own_is_exact() -> None:
     assert run_ranks(2, _replay_own) == [{}, {}]
 
 
-def _balance(rank: int, folder: Path, schedule: str, layers: int) -> dict[str, Any]:
+def _balance(rank: int, folder: Path, name: str, schedule: str, layers: int) -> dict[str, Any]:
     parallel_state.initialize_model_parallel(1, 2, expert_model_parallel_size=2)
-    model = make("deepseek_v3", layers)
+    model = make(name, layers)
     whole = copy.deepcopy(model)
     wrapped = NxDPPModel(
         expert_parallelize(model),
@@ -185,6 +185,10 @@ def _balance(rank: int, folder: Path, schedule: str, layers: int) -> dict[str, A
     tokens = {key: torch.cat(gates[key].chosen).flatten().bincount(minlength=4) for key in routing[0]}
     own = [2 * replica, 2 * replica + 1]
     most = {(key, expert): float(4 * each[expert] / each.sum()) for key, each in tokens.items() for expert in own}
+    if not most:
+        # The first layer is dense.
+        assert wrapped.last_expert_balance == {}
+        return {}
     name, expert = max(most, key=lambda at: most[at])
     total = torch.stack(list(tokens.values())).sum(0)
     assert wrapped.last_expert_balance == {
@@ -198,18 +202,22 @@ def _balance(rank: int, folder: Path, schedule: str, layers: int) -> dict[str, A
     return wrapped.last_expert_balance
 
 
-@pytest.mark.parametrize(("schedule", "layers"), [("1f1b", 2), ("zb-v", 4)])
-def test_the_balance_of_experts_is_seen(tmp_path: Path, schedule: str, layers: int) -> None:
-    told = run_ranks(4, _balance, tmp_path, schedule, layers)
+@pytest.mark.parametrize(
+    ("name", "schedule", "layers"), [("deepseek_v3", "1f1b", 3), ("mixtral", "1f1b", 2), ("qwen3_moe", "zb-v", 4)]
+)
+def test_the_balance_of_experts_is_seen(tmp_path: Path, name: str, schedule: str, layers: int) -> None:
+    told = run_ranks(4, _balance, tmp_path, name, schedule, layers)
     run = RunMetrics(tmp_path)
-    assert [{key: rank.last[key] for key in told[0]} for rank in run.ranks.values()] == told
+    both = ("experts", "routing")
+    assert [{key: rank.last[key] for key in both if key in rank.last} for rank in run.ranks.values()] == told
     summary = summary_of(run, 0.0)
-    assert summary["experts"] == [sum(each) for each in zip(*(rank["experts"] for rank in told), strict=True)]
-    of_ranks = [rank["routing"] for rank in told]
+    with_experts = [rank["experts"] for rank in told if rank]
+    assert summary["experts"] == [sum(each) for each in zip(*with_experts, strict=True)]
+    of_ranks = {number: rank["routing"] for number, rank in enumerate(told) if rank}
     assert summary["routing"] == {
-        "largest_over_mean": max(each["largest_over_mean"] for each in of_ranks),
-        "largest": max(of_ranks, key=lambda each: each["largest_over_mean"])["largest"],
-        "shares_of_ranks": {number: each["share"] for number, each in enumerate(of_ranks)},
+        "largest_over_mean": max(each["largest_over_mean"] for each in of_ranks.values()),
+        "largest": max(of_ranks.values(), key=lambda each: each["largest_over_mean"])["largest"],
+        "shares_of_ranks": {number: each["share"] for number, each in of_ranks.items()},
     }
     # Ranks of a pipeline are in its timeline: evaluations have no balance.
     events = json.loads((tmp_path / "timeline.json").read_text())
@@ -218,6 +226,13 @@ def test_the_balance_of_experts_is_seen(tmp_path: Path, schedule: str, layers: i
     for each in steps:
         of_training = told[2 * each["tid"]] if "train" in each["name"] else {}
         assert each["args"] == {"step": each["args"]["step"], **of_training}
+
+
+class _Twice(Layer):
+    """A layer that calls its experts twice."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(super().forward(x))
 
 
 class _Sorting(Layer):
@@ -282,12 +297,9 @@ def test_a_routing_that_does_not_fit_is_refused() -> None:
 
 def _fails(rank: int, case: str) -> None:
     parallel_state.initialize_model_parallel(expert_model_parallel_size=2)
-    model, layer = (_made(0.0), Layer)
-    if case == "sort":
-        for each in model.layers:
-            each.__class__ = layer = _Sorting
-    if case == "twice":
-        model.layers.append(model.layers[0])
+    model, layer = _made(0.0), {"sort": _Sorting, "twice": _Twice}.get(case, Layer)
+    for each in model.layers:
+        each.__class__ = layer
     wrapped = NxDPPModel(expert_parallelize(model, PLAN), transformer_layer_cls=layer, num_microbatches=2)
     with nxdpp.recorded_routing(wrapped) as routing:
         wrapped.run_train(x=_inputs(0))
