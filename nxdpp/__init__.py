@@ -39,8 +39,8 @@ Names::
     load_pretrained                Load this rank's part of the Hugging Face directory into a wrapped model
     neuronx_distributed_config     Return the configuration of a training
     plan                           Return the layouts of a job with the shortest steps
-    recorded_routing               Record which experts the tokens of each step in the block choose
-    replayed_routing               Give the tokens of each step in the block the experts that routing has
+    recorded_routing               Record the experts that tokens choose in a block
+    replayed_routing               Give tokens in a block the experts of a record
     save_checkpoint                Save a training in path/tag, for any layout of ranks to load
     save_pretrained                Write a wrapped model to directory in the format of transformers
     tensor_parallelize             Divide the linear layers and embeddings of model over the tensor-parallel ranks

@@ -8,11 +8,11 @@ Two ranks with two experts each; token a of rank 0 goes to experts 1 and 2, with
 
 The routing weights stay where the token is. So the products are added up in the order of a token's choices, as in the
 grouped experts of transformers in one process. The numbers of tokens go first, in a message of one number for each
-expert, and the sum: nothing is dropped or padded, and the ranks know how busy their experts are (``routing.py``). An all-to-all is one node of autograd, whose backward is the all-to-all in the
-other direction. A backward, also a split one, runs a node once. Between the two the gradients are divided by the number
-of ranks, so those of the experts are the mean over the replicas whose tokens came (``gradients/expert_parameters.py``).
-Each rank of the group makes the same messages in the same order, since all run one schedule (``Experts`` in
-``pipeline/participants.py`` verifies it).
+expert and their sum: nothing is dropped or padded, and a rank knows how busy its experts are (``routing.py``). An
+all-to-all is one node of autograd, whose backward is the all-to-all in the other direction. A backward, also a split
+one, runs a node once. Between the two the gradients are divided by the number of ranks, so those of the experts are the
+mean over the replicas whose tokens came (``gradients/expert_parameters.py``). Each rank of the group makes the same
+messages in the same order, since all run one schedule (``Experts`` in ``pipeline/participants.py`` verifies it).
 
 The way of a token is that of Lepikhin et al., "GShard" (arXiv 2006.16668), without its capacity.
 """

@@ -70,7 +70,7 @@ class StepRouting:
         for name in self.names.values():
             if (found := set(self.replay[0].get(name, ()))) != wanted:
                 raise ValueError(
-                    f"replayed_routing has the microbatches {sorted(found)} of {name}, and the step has {microbatches}: "
+                    f"replayed_routing has the microbatches {sorted(found)} of {name}, the step has {microbatches}: "
                     f"record a step with as many, over the same stages"
                 )
 
@@ -100,8 +100,8 @@ class StepRouting:
         microbatch, given = self._microbatches[at], self.given(layer)
         if number and (given is not None or self.record is not None):
             raise RuntimeError(
-                f"{self.names[layer]} is called twice in microbatch {microbatch}: the routing of a layer that runs once "
-                f"in a forward can be recorded and replayed"
+                f"{self.names[layer]} is called twice in microbatch {microbatch}: the routing of a layer can be "
+                f"recorded and replayed that runs once in a forward"
             )
         if given is not None and not torch.equal(choices, given.to(choices)):
             raise RuntimeError(
@@ -142,9 +142,7 @@ class StepRouting:
         return {"experts": experts, "routing": told}
 
 
-def with_given(
-    forward: Callable[..., Any], layer: nn.Module, routing: StepRouting, experts: int
-) -> Callable[..., Any]:
+def with_given(forward: Callable[..., Any], layer: nn.Module, routing: StepRouting, experts: int) -> Callable[..., Any]:
     """Return ``forward``, of the module that has ``layer``, in which the given choices take the place of a ``topk``.
 
     ``experts`` is the number of all experts of the layer.

@@ -93,7 +93,7 @@ def is_checkpointed(module: nn.Module) -> bool:
 
 
 def forward_within(module: nn.Module, change: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Callable[..., Any]:
-    """Return the forward of ``module`` with ``change`` of it, which is computed again too if ``module`` is checkpointed."""
+    """Return ``change`` of the forward of ``module``, which a checkpointed module computes again too."""
     forward = module.forward
     if isinstance(forward, functools.partial) and forward.func is _recomputed:
         return functools.partial(_recomputed, change(forward.args[0]), *forward.args[1:])

@@ -26,10 +26,11 @@ from nxdpp.tracing.modules import listings
 
 @contextmanager
 def recorded_routing(model: NxDPPModel[bool, bool]) -> Iterator[Routing]:
-    """Record which experts the tokens of each step in the block choose, training steps and evaluations; not collective.
+    """Record the experts that tokens choose in a block; not collective.
 
-    Returns a list that gets an entry for each step: by the name of each layer of experts on this rank, and by the
-    number of each microbatch, the chosen experts ``(N, K)``, int64 on the layer's device. ``torch.save`` writes it.
+    Returns a list that gets an entry for each step in the block, training step or evaluation: by the name of each layer
+    of experts on this rank, and by the number of each microbatch, the chosen experts ``(N, K)``, int64 on the layer's
+    device. ``torch.save`` writes it.
 
     Raises ``TypeError`` for a ``model`` that is no ``NxDPPModel``, ``ValueError`` for one without experts over ranks,
     and ``RuntimeError`` in a step for a layer of experts that runs twice in a forward.
@@ -44,11 +45,11 @@ def recorded_routing(model: NxDPPModel[bool, bool]) -> Iterator[Routing]:
 
 @contextmanager
 def replayed_routing(model: NxDPPModel[bool, bool], routing: Sequence[dict[str, dict[int, Any]]]) -> Iterator[None]:
-    """Give the tokens of each step in the block the experts that ``routing`` has, on every rank; not collective.
+    """Give tokens in a block the experts of a record; not collective, and on every rank.
 
-    The first step in the block gets the first entry, and so on, in the form of ``recorded_routing``: the same
-    microbatches over the same stages, under any schedule. A layer that is computed again in a backward gets the same
-    experts again.
+    The record ``routing`` has the form of ``recorded_routing``. The first step in the block gets the first entry, and
+    so on, with the same microbatches over the same stages, under any schedule. A layer that is computed again in a
+    backward gets the same experts again.
 
     The given experts take the place of the result of ``torch.topk`` in the forward of the module around the experts. So
     their weights are computed from the present scores of the router, and have gradients. Whatever else looks at scores
@@ -73,8 +74,9 @@ def replayed_routing(model: NxDPPModel[bool, bool], routing: Sequence[dict[str, 
         stack.callback(setattr, own, "replay", before)
         for layer, name in own.names.items():
             module = modules[name.rpartition(".")[0]]
-            had, forward = vars(module).get("forward"), forward_within(
-                module, partial(with_given, layer=layer, routing=own, experts=counts[layer])
+            had, forward = (
+                vars(module).get("forward"),
+                forward_within(module, partial(with_given, layer=layer, routing=own, experts=counts[layer])),
             )
             vars(module)["forward"] = forward
             stack.callback(_restore, module, had)

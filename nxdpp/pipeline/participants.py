@@ -38,9 +38,9 @@ from nxdpp.ranks.group_values import extremes
 from nxdpp.ranks.random_stream import ProgramNumbers, RandomStream, stream_state_of
 from nxdpp.schedules.actions import ActionKind
 from nxdpp.schedules.lowering.additions import AVERAGE, Addition, Around
-from nxdpp.tracing.modules import listings
 from nxdpp.tensor.sequence_parallel import StepGradients
 from nxdpp.tensor.tensor_copies import TensorCopies
+from nxdpp.tracing.modules import listings
 
 
 class Participants:

@@ -116,7 +116,10 @@ class TimelineWriter:
         ranks: Mapping[int, Sequence[Event]],
         told: Mapping[int, Mapping[str, Any]] = MappingProxyType({}),
     ) -> None:
-        """Add a step: for each of ``ranks`` the event of the step itself, with what is ``told``, then its other events."""
+        """Add a step: for each of ``ranks`` the event of the step itself, then its other events.
+
+        What is ``told`` by rank are arguments of the step itself.
+        """
         each = [(rank, event) for rank, events in ranks.items() for event in events]
         rows = [self._slice(step, description, rank, event) for rank, event in each] + self._arrows(each)
         for row in rows:

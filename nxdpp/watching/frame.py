@@ -118,9 +118,8 @@ def _routing(routing: dict[str, Any] | None) -> Iterator[RenderableType]:
         shares = list(routing["shares_of_ranks"].items())
         shown = ", ".join(f"rank {rank} {100 * share:.0f}%" for rank, share in shares[:_RANKS])
         more = f", and {counted(len(shares) - _RANKS, 'more rank')}" if len(shares) > _RANKS else ""
-        yield Text(
-            f"{_printable(routing['largest'])} has {routing['largest_over_mean']:.2f} of the mean; tokens: {shown}{more}"
-        )
+        over = f"{_printable(routing['largest'])} has {routing['largest_over_mean']:.2f} of the mean"
+        yield Text(f"{over}; tokens: {shown}{more}")
 
 
 def _sentence(fault: dict[str, Any]) -> str:

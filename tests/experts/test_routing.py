@@ -135,7 +135,7 @@ def _replay_own(rank: int) -> dict[str, float]:
     """Replay in layers that are the modules around their experts, and are checkpointed, of frozen inputs."""
     parallel_state.initialize_model_parallel(expert_model_parallel_size=2)
     model = _made(0.0)
-    whole = copy.deepcopy(model)
+    whole: Any = copy.deepcopy(model)
     wrapped = NxDPPModel(expert_parallelize(model, PLAN), transformer_layer_cls=Layer, num_microbatches=2)
     apply_checkpoint(wrapped)
     with nxdpp.recorded_routing(wrapped) as routing:
@@ -171,7 +171,7 @@ def _balance(rank: int, folder: Path, name: str, schedule: str, layers: int) -> 
         expert_parallelize(model),
         num_microbatches=MICROBATCHES,
         schedule=schedule,
-        trace_file_path=folder / "timeline.json",
+        trace_file_path=str(folder / "timeline.json"),
     )
     apply_checkpoint(wrapped)
     replica, gates = parallel_state.get_data_parallel_rank(), _gates(whole)
@@ -282,7 +282,7 @@ def _without_experts(rank: int) -> str:
 REFUSED = [
     "recorded_routing takes a wrapped model, not a Model",
     "has given the choices of all its steps",
-    r"has the microbatches [0, 1] of layers.0.experts, and the step has 1",
+    "has the microbatches [0, 1] of layers.0.experts, the step has 1",
     "names experts 0 to 4 of 4",
     "must have tensors (N, K) of int64",
 ]

@@ -56,7 +56,9 @@ class StepTimeline:
 
     @contextmanager
     def step(self, device: torch.device, train: bool, told: Callable[[], Mapping[str, Any]] = dict) -> Iterator[None]:
-        """Record the block as a step and write it, with what is ``told`` of a training step; collective over the pipeline.
+        """Record the block as a step and write it; collective over the pipeline.
+
+        The step of a rank has what is ``told`` after a training step as arguments.
         """
         with failure_watch.reported():
             ahead = offset_to_first(self._group)
