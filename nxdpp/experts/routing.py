@@ -13,8 +13,8 @@ Learning by Aligning Training and Inference Routers" (arXiv 2510.11370).
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
-from weakref import WeakKeyDictionary
+from typing import Any, ClassVar
+from weakref import ref
 
 import torch
 from torch import nn
@@ -26,23 +26,26 @@ from nxdpp.ranks.faults.board import NO_ACTION, board
 Routing = list[dict[str, dict[int, torch.Tensor]]]
 """For each step, by the name of each layer of experts and by microbatch, the chosen experts ``(N, K)``."""
 
-_of_layers: "WeakKeyDictionary[nn.Module, StepRouting]" = WeakKeyDictionary()
 _TOPK = (torch.topk, torch.Tensor.topk)
 
 
 def routing_of(layer: nn.Module) -> "StepRouting | None":
     """Return the routing of the step that ``layer`` runs in; ``None`` outside of steps."""
-    return None if board.action == NO_ACTION else _of_layers.get(layer)
+    routing = None if board.action == NO_ACTION else StepRouting.present()
+    return routing if routing is not None and layer in routing.names else None
 
 
 class StepRouting:
     """The layers of experts of one wrapped model on this rank, step after step.
 
     Attributes:
+        present: gives the routing of the last step in which a model with layers of experts took part.
         names: of the layers.
         record: gets the choices of each step; ``None`` outside of ``recorded_routing``.
         replay: has the choices of the steps that follow; ``None`` outside of ``replayed_routing``.
     """
+
+    present: ClassVar[Callable[[], "StepRouting | None"]] = staticmethod(lambda: None)
 
     def __init__(self) -> None:
         self.names: dict[nn.Module, str] = {}
@@ -58,7 +61,7 @@ class StepRouting:
     def follow(self, named: Iterable[tuple[str, nn.Module]], kind: type[nn.Module]) -> None:
         """Follow the layers among ``named``, which are of ``kind``."""
         self.names = {module: name for name, module in named if isinstance(module, kind)}
-        _of_layers.update(dict.fromkeys(self.names, self))
+        self._tokens = {layer: calls for layer, calls in self._tokens.items() if layer in self.names}
 
     def check(self, microbatches: int) -> None:
         """Raise ``ValueError`` before a step for which no choices are given."""
@@ -76,6 +79,8 @@ class StepRouting:
 
     def begin(self, microbatches: Sequence[int], train: bool) -> None:
         """Begin a step, with the microbatch of each action."""
+        # Weak: a model may be dropped after its last step.
+        StepRouting.present = ref(self)
         self._microbatches, self._trains = microbatches, train
         self._calls.clear()
         if train:
