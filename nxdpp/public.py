@@ -13,13 +13,13 @@ from nxdpp.doors.nxd.config import neuronx_distributed_config as neuronx_distrib
 from nxdpp.doors.nxd.optimizer import initialize_parallel_optimizer as initialize_parallel_optimizer
 from nxdpp.doors.nxd.trainer import initialize_parallel_model as initialize_parallel_model
 from nxdpp.experts.parallelize import expert_parallelize as expert_parallelize
+from nxdpp.experts.replay import recorded_routing as recorded_routing
+from nxdpp.experts.replay import replayed_routing as replayed_routing
 from nxdpp.gradients.grad_scaler import GradScaler as GradScaler
 from nxdpp.gradients.optimizer.known_optimizers import declare_optimizer as declare_optimizer
 from nxdpp.initialization.deferred_init import deferred_init as deferred_init
 from nxdpp.initialization.init_on_device import init_on_device as init_on_device
 from nxdpp.pipeline.activation_checkpoint import apply_checkpoint as apply_checkpoint
-from nxdpp.pipeline.expert_routing import recorded_routing as recorded_routing
-from nxdpp.pipeline.expert_routing import replayed_routing as replayed_routing
 from nxdpp.pipeline.fully_shard import fully_shard as fully_shard
 from nxdpp.pipeline.layer_compilation import apply_compile as apply_compile
 from nxdpp.pipeline.microbatches.token_budget import batches_of_tokens as batches_of_tokens

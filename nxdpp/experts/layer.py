@@ -12,7 +12,7 @@ expert and their sum: nothing is dropped or padded, and a rank knows how busy it
 all-to-all is one node of autograd, whose backward is the all-to-all in the other direction. A backward, also a split
 one, runs a node once. Between the two the gradients are divided by the number of ranks, so those of the experts are the
 mean over the replicas whose tokens came (``gradients/expert_parameters.py``). Each rank of the group makes the same
-messages in the same order, since all run one schedule (``Experts`` in ``pipeline/participants.py`` verifies it).
+messages in the same order, since all run one schedule (``Experts`` in ``participant.py`` verifies it).
 
 The way of a token is that of Lepikhin et al., "GShard" (arXiv 2006.16668), without its capacity.
 """
@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
+from nxdpp.experts.participant import Experts
 from nxdpp.experts.routing import routing_of
 from nxdpp.gradients.expert_parameters import is_of_experts
 from nxdpp.ranks import parallel_state
@@ -45,6 +46,8 @@ class DividedExperts(KeepsAttributes):
     in this order or with the last two exchanged, as transformers' experts have. It returns ``(N, H)``: for each token
     the outputs of its experts, weighted and added up.
     """
+
+    participant_of_steps = Experts
 
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Return the outputs ``(N, H)`` of tokens of this rank; collective over the expert group.

@@ -12,7 +12,7 @@ So weights are those of the present router, with their gradients. After Ma et al
 Learning by Aligning Training and Inference Routers" (arXiv 2510.11370).
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 from weakref import ref
 
@@ -58,10 +58,10 @@ class StepRouting:
         self._calls: dict[nn.Module, tuple[int, int]] = {}
         self._tokens: dict[nn.Module, dict[tuple[int, int], list[int]]] = {}
 
-    def follow(self, named: Iterable[tuple[str, nn.Module]], kind: type[nn.Module]) -> None:
-        """Follow the layers among ``named``, which are of ``kind``."""
-        self.names = {module: name for name, module in named if isinstance(module, kind)}
-        self._tokens = {layer: calls for layer, calls in self._tokens.items() if layer in self.names}
+    def follow(self, names: dict[nn.Module, str]) -> None:
+        """Follow the layers of these ``names``."""
+        self.names = names
+        self._tokens = {layer: calls for layer, calls in self._tokens.items() if layer in names}
 
     def check(self, microbatches: int) -> None:
         """Raise ``ValueError`` before a step for which no choices are given."""

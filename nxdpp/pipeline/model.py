@@ -507,7 +507,7 @@ class NxDPPModel(_Constructor[OnEveryRank, PerMicrobatch], LocalView):
         tokens of an expert of this rank over the mean of the experts of its layer, ``"largest"``, that layer and
         expert, and ``"share"``, the part of all tokens that came to this rank. Empty without ``expert_parallelize``.
         """
-        return self.steps.balance()
+        return self.steps.participants.told()
 
     @property
     def last_compile_seconds(self) -> float:

@@ -8,24 +8,22 @@
     finish     after the last action
     abandon    the step has failed, before or after the ranks agreed
 
-A new idea that takes part in a step is a participant, or an action.
+A new idea that takes part in a step is a participant, or an action. A class of modules may bring one: the class that is
+its ``participant_of_steps``, called with the part, the replicas and lines that these have alike.
 """
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import fx
 
 from nxdpp.devices.device import Device
 from nxdpp.devices.kinds import device_of
-from nxdpp.experts.layer import DividedExperts
-from nxdpp.experts.routing import StepRouting
-from nxdpp.gradients.expert_parameters import is_of_experts
 from nxdpp.gradients.grad_scaler import GradScaler
 from nxdpp.gradients.replica_gradients import ReplicaGradients
 from nxdpp.gradients.shards.rank_shards import RankShards
 from nxdpp.pipeline.config import PipelineConfig
-from nxdpp.pipeline.local.changes import Change
 from nxdpp.pipeline.local.part import Part
 from nxdpp.pipeline.local.tied_weights import TiedWeights
 from nxdpp.pipeline.p2p.transport import Transport
@@ -40,7 +38,6 @@ from nxdpp.schedules.actions import ActionKind
 from nxdpp.schedules.lowering.additions import AVERAGE, Addition, Around
 from nxdpp.tensor.sequence_parallel import StepGradients
 from nxdpp.tensor.tensor_copies import TensorCopies
-from nxdpp.tracing.modules import listings
 
 
 class Participants:
@@ -50,7 +47,6 @@ class Participants:
         draws: the streams of random numbers.
         all: in the order of their verbs.
         evaluating: those that take part in evaluations.
-        experts: layers of experts over ranks, if the model has any.
     """
 
     def __init__(
@@ -78,12 +74,15 @@ class Participants:
             self.all += [Sums(ActionKind.SUM_SEQUENCE, gradients, gradients.add_up), Copies(copies, part)]
         if config.check_against_module is not None:
             self.all.append(Reference(part, partition.owners, config))
-        self.experts: Experts | None = None
-        if any(map(is_of_experts, part.root.parameters())):
-            self.experts = Experts(part, replicas, [f"schedule: {schedule}", f"cuts: {partition.cuts}"])
-        alike = [] if self.experts is None else [self.experts]
-        self.all += [*alike, Replicas(replicas, config.check_inputs != "never"), self.draws]
-        self.evaluating: list[Participant] = [*alike, self.draws]
+        facts = [f"schedule: {schedule}", f"cuts: {partition.cuts}"]
+        kinds = dict.fromkeys(getattr(type(each), "participant_of_steps", None) for each in part.root.modules())
+        brought: list[Participant] = [kind(part, replicas, facts) for kind in kinds if kind is not None]
+        self.all += [*brought, Replicas(replicas, config.check_inputs != "never"), self.draws]
+        self.evaluating: list[Participant] = [*brought, self.draws]
+
+    def told(self) -> dict[str, Any]:
+        """Return what metrics and the timeline have of this rank in the last training step, for JSON."""
+        return {name: value for each in self.evaluating for name, value in each.told().items()}
 
     def add_shards(self, shards: RankShards) -> None:
         """Add the units that this rank's parameters have become."""
@@ -141,34 +140,6 @@ class Copies(Participant):
     def after(self, step: Step) -> None:
         """Verify that they are equal."""
         self._copies.verify(self._part.compared.seed)
-
-
-class Experts(Participant):
-    """Layers whose experts other data-parallel ranks have too: all of these run the same actions in the same order."""
-
-    def __init__(self, part: Part, replicas: ReplicaGradients, facts: Sequence[str]) -> None:
-        self._part, self._replicas, self._facts = part, replicas, facts
-        self._routing, self._watch = StepRouting(), part.changes.watch(Change.MODULE)
-
-    @property
-    def routing(self) -> StepRouting:
-        """What the layers see, which are followed through changes of modules."""
-        if self._watch.has_moved:
-            self._routing.follow(listings.named_modules(self._part.module), DividedExperts)
-            self._watch.settle()
-        return self._routing
-
-    def before(self, step: Step) -> None:
-        """Check that choices that are given again are those of such a step."""
-        self.routing.check(len(step.loss.microbatches))
-
-    def after(self, step: Step) -> None:
-        """Verify that all replicas begin this step: their layers wait for each other's tokens."""
-        self.routing.begin(step.engine.microbatches, step.train)
-        kind = "training step" if step.train else "evaluation"
-        microbatches = f"microbatches: {len(step.loss.microbatches)}"
-        with failure_watch.reported():
-            self._replicas.exchanges.begin(f"{kind} of experts over ranks", [microbatches, *self._facts])
 
 
 class Replicas(Participant):

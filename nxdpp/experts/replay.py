@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from nxdpp.experts.participant import Experts
 from nxdpp.experts.routing import Routing, StepRouting, with_given
 from nxdpp.gradients.expert_parameters import is_of_experts
 from nxdpp.pipeline.activation_checkpoint import forward_within
@@ -93,12 +94,13 @@ def _restore(module: nn.Module, forward: Any) -> None:
 def _routing_of(model: Any, name: str) -> StepRouting:
     if not isinstance(model, NxDPPModel):
         raise TypeError(f"{name} takes a wrapped model, not a {type(model).__name__}: NxDPPModel(module, ...)")
-    if (routing := model.steps.routing) is None:
+    found = [each.routing for each in model.steps.participants.all if isinstance(each, Experts)]
+    if not found:
         raise ValueError(
             f"{name} takes a model whose experts are divided over ranks: "
             f"initialize_model_parallel(expert_model_parallel_size=...), NxDPPModel(expert_parallelize(module), ...)"
         )
-    return routing
+    return found[0]
 
 
 def _count(layer: nn.Module) -> int:
