@@ -82,8 +82,9 @@ def expert_parallelize(model: M, plan: Mapping[str, str] | None = None) -> M:
     before = dict(model.named_parameters())
     check_no_optimizer_holds(before, "Make the optimizer after NxDPPModel(expert_parallelize(model), ...).")
     refuse_partial_steps()
+    parts: dict[nn.Parameter, nn.Parameter] = {}
     for module, keys in found.values():
-        _divide(module, keys, ranks)
+        _divide(module, keys, ranks, parts)
     kept = {id(parameter) for parameter in model.parameters()}
     watch_replaced({name: parameter for name, parameter in before.items() if id(parameter) not in kept})
     refuse_methods(model, divides_logits=False)
@@ -116,10 +117,15 @@ def _experts(model: nn.Module, plan: Mapping[str, str] | None) -> dict[str, tupl
 def _planned(model: nn.Module, plan: Mapping[str, str]) -> tuple[dict[str, tuple[nn.Module, list[str]]], list[str]]:
     _, of_parameters, unmatched = expanded(plan, model)
     found: dict[str, tuple[nn.Module, list[str]]] = {}
+    # A module may have several names.
+    first: dict[nn.Module, str] = {}
     for name, style in of_parameters.items():
         if style == _EXPERTS:
             owner, _, key = name.rpartition(".")
-            found.setdefault(owner, (model.get_submodule(owner), []))[1].append(key)
+            module = model.get_submodule(owner)
+            _, keys = found.setdefault(first.setdefault(module, owner), (module, []))
+            if key not in keys:
+                keys.append(key)
     return found, unmatched
 
 
@@ -161,11 +167,14 @@ def _check(name: str, module: nn.Module, keys: list[str], ranks: int) -> None:
         )
 
 
-def _divide(module: nn.Module, keys: list[str], ranks: int) -> None:
+def _divide(module: nn.Module, keys: list[str], ranks: int, parts: dict[nn.Parameter, nn.Parameter]) -> None:
+    """Keep this rank's experts in ``module``; ``parts`` has the part of each parameter, which modules may share."""
     own = PARAMETERS.of(module)
     count = len(own[keys[0]])
     for key in keys:
-        own[key] = _part(own[key], ranks)
+        if own[key] not in parts:
+            parts[own[key]] = _part(own[key], ranks)
+        own[key] = parts[own[key]]
     for attribute in _COUNTS:
         if vars(module).get(attribute) == count:
             setattr(module, attribute, count // ranks)
