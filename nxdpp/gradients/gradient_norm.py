@@ -10,8 +10,8 @@ A gradient that several ranks have counts once. ``counted_share`` gives the shar
     experts of it (expert_parallelize)           1 on each rank of an expert group
 
 Data-parallel replicas have equal gradients once these are averaged, so the norm of one replica is the model's norm.
-With ``fully_shard`` the norm is collective over the ranks of a shard group too, and with experts over ranks over the
-ranks of an expert group: of any other gradient each of them adds its share.
+With ``fully_shard`` the norm is collective over the ranks of a shard group too, and with experts over ranks over all
+replicas: of a gradient that several of them have each adds its share.
 """
 
 import math
@@ -135,21 +135,26 @@ def _norm_of(
     gradients = [local_rows(dense(each.grad, each, "clipped")) for each in trained if each.grad is not None]
     shares = [counted_share(each) for each in trained]
     groups = [parallel_state.get_model_parallel_group()]
-    if parallel_state.has_shards():
-        # Each rank of a shard group has other rows of a sharded gradient, and all of any other gradient.
-        ranks = parallel_state.get_shard_mesh().get_group(-1)
-        copies = dist.get_world_size(ranks)
-        shares = [share if is_sharded(p) else share / copies for share, p in zip(shares, trained, strict=True)]
+    with_experts = parallel_state.get_expert_model_parallel_size() > 1 and not zero1_optimizer
+    if with_experts or parallel_state.has_shards():
+        # Each rank has other rows of a sharded gradient, its copy of experts, and all of any other gradient.
+        whole = parallel_state.get_data_parallel_group()
+        ranks = whole if with_experts else parallel_state.get_shard_mesh().get_group(-1)
+        shares = [share / _copies(each, ranks) for share, each in zip(shares, trained, strict=True)]
         groups.append(ranks)
-    experts = parallel_state.get_expert_model_parallel_size()
-    if experts > 1 and not zero1_optimizer:
-        shares = [share if is_of_experts(p) else share / experts for share, p in zip(shares, trained, strict=True)]
-        groups.append(parallel_state.get_expert_model_parallel_group())
     if zero1_optimizer:
         _check_pieces(trained)
         groups.append(parallel_state.get_data_parallel_group())
     with board.call(caller), failure_watch.reported():
         return total_norm(gradients, shares, order, groups, dtype)
+
+
+def _copies(parameter: torch.Tensor, ranks: ProcessGroup) -> int:
+    """Return how many of ``ranks`` have the same gradient of ``parameter``."""
+    if is_sharded(parameter):
+        return 1
+    of_experts = is_of_experts(parameter)
+    return parallel_state.get_expert_data_parallel_size() if of_experts else dist.get_world_size(ranks)
 
 
 def _check_pieces(trained: Sequence[torch.Tensor]) -> None:

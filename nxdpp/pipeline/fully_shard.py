@@ -47,7 +47,8 @@ def fully_shard(
 
     Each transformer layer is a unit, and so is the rest of each stage. Parameters become DTensors under their original
     names, with dimension 0 divided over the data-parallel ranks, or over ``data_parallel_shard_size`` of them. Any
-    optimizer of torch that takes DTensors steps its rows. A model without values gets its initial weights here, a unit
+    optimizer of torch that takes DTensors steps its rows. Experts of ``expert_parallelize`` are divided over the ranks
+    with the same experts. A model without values gets its initial weights here, a unit
     at a time. Parameters without dimensions, and of tensor subclasses such as 4-bit weights, stay as they are.
 
     Args:
@@ -140,18 +141,23 @@ class _Sharding:
         return (EachMicrobatch if resharding else OnceAStep)(stages_shards, self._steps.exchanges, watch, self._tree)
 
     def _units(self, place: str | tuple[int, ...], names: Sequence[str]) -> list[ShardedUnit]:
-        """Shard the parameters ``names``: a unit for each dtype."""
+        """Shard the parameters ``names``: a unit for each dtype, and one for experts that ranks share."""
         named = [(name, self._tree.get_parameter(name)) for name in names]
         values = self._with_values([parameter for _, parameter in named])
         what = place if isinstance(place, str) else f"the rest of stage {' and '.join(map(str, place))}"
-        alike: dict[torch.dtype, list[nn.Parameter]] = {}
+        alike: dict[tuple[torch.dtype, bool], list[nn.Parameter]] = {}
         for parameter in values:
-            alike.setdefault(parameter.dtype, []).append(parameter)
-        mean = self._steps.config.gradient_reduction == "mean"
-        trees, shared = [self._tree, self._root], (self._mesh_info, self._device)
+            alike.setdefault((parameter.dtype, is_of_experts(parameter)), []).append(parameter)
+        is_mean = self._steps.config.gradient_reduction == "mean"
+        trees = [self._tree, self._root]
         made = []
-        for own in alike.values():
-            unit = ShardedUnit(what, own, trees, *shared, self._streams, *self._policies, mean)
+        for (_, of_experts), own in alike.items():
+            ranks, divisor = self._mesh_info, None if is_mean else 1.0
+            if of_experts:
+                # Their gradients are the mean over the ranks that share the experts.
+                ranks = FSDP_MESH(parallel_state.get_expert_shard_mesh(), 0)
+                divisor = None if is_mean else 1 / parallel_state.get_expert_model_parallel_size()
+            unit = ShardedUnit(what, own, trees, ranks, self._device, self._streams, *self._policies, divisor)
             self._streams = unit.streams
             made.append(unit)
         watch_replaced(dict(named))
@@ -221,7 +227,9 @@ def _check_settings(model: NxDPPModel[bool, bool]) -> None:
     excluded = {
         "use_zero1_optimizer=True (zero_one_enabled of NxD's trainer, and its models on one pipeline rank), with which "
         "the optimizer reduces gradients": config.use_zero1_optimizer,
-        "expert_parallelize, which divides parameters already": any(map(is_of_experts, model.part.root.parameters())),
+        "data_parallel_shard_size next to expert_parallelize, which has replicas of its own": (
+            any(map(is_of_experts, model.part.root.parameters())) and parallel_state.get_shard_mesh().ndim > 1
+        ),
         "check_against_module, which compares whole gradients": config.check_against_module is not None,
     }
     for what, is_set in excluded.items():

@@ -132,6 +132,11 @@ def get_shard_mesh() -> DeviceMesh:
     return current_state.with_groups().shard_mesh
 
 
+def get_expert_shard_mesh() -> DeviceMesh:
+    """Device mesh of the ranks that share the shards of this rank's experts: the ones with the same experts."""
+    return current_state.with_groups().expert_shard_mesh
+
+
 def has_shards() -> bool:
     """Return whether a model of this job has been sharded over ``get_shard_mesh``; equal on all ranks."""
     return current_state.with_groups().has_shards

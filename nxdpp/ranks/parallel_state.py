@@ -241,7 +241,7 @@ def move_model_to_device(model: torch.nn.Module, device: torch.device | str | in
 
 
 # For other packages of nxdpp; not public.
-_OWN = ("get_exchange", "get_shard_mesh", "has_shards", "is_debug", "refuse_in_debug")
+_OWN = ("get_exchange", "get_expert_shard_mesh", "get_shard_mesh", "has_shards", "is_debug", "refuse_in_debug")
 _MODULES = (__name__, group_getters.__name__, rank_getters.__name__)
 
 # Type checkers read the star imports.

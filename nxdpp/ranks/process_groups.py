@@ -110,6 +110,11 @@ class ProcessGroups:
             [replicas, shard], data.device_type, mesh=ranks, mesh_dim_names=("replica", "shard")
         )
 
+    @cached_property
+    def expert_shard_mesh(self) -> DeviceMesh:
+        """Mesh of the ranks with the same experts."""
+        return DeviceMesh.from_group(self.expert_groups[1], self.mesh.device_type, mesh_dim_names=("shard",))
+
     def destroy(self) -> None:
         """Destroy the groups, or the whole world if nxdpp started it; collective over all ranks."""
         for link in self.transfer_groups.links.values():

@@ -1,17 +1,20 @@
-"""Steps over experts: token losses, accumulation, a scaled loss and ZeRO-1 have the numbers of one process."""
+"""Steps over experts: token losses, accumulation, a scaled loss, ZeRO-1 and shards have one process's numbers."""
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from nxdpp import GradScaler, NxDPPModel, expert_parallelize, parallel_state
+from nxdpp import GradScaler, NxDPPModel, expert_parallelize, fully_shard, parallel_state
 from nxdpp.gradients.expert_parameters import is_of_experts
 from nxdpp.gradients.gradient_norm import get_grad_norm
 from nxdpp.gradients.optimizer.zero1 import Zero1Optimizer
+from nxdpp.gradients.shards.local_tensors import local_rows
 from nxdpp.initialization.parts import own_part
+from nxdpp.tensor.shards import first_row
 from tests.experts.test_layer import PLAN, WIDTH, Layer, Model
 from tests.support.expert_models import batch_of, make, step_of_one_process
 from tests.support.run_ranks import run_ranks
@@ -41,10 +44,14 @@ def _gradients(wrapped: NxDPPModel, whole: nn.Module) -> dict[str, float]:
 
 
 def _values(wrapped: NxDPPModel, whole: nn.Module) -> dict[str, float]:
-    return {
-        name: float((parameter - own_part(whole.get_parameter(name), parameter)).abs().max())
-        for name, parameter in wrapped.local_named_parameters()
-    }
+    """Largest differences of this rank's parameters, or of its rows, from ``whole``, by name."""
+    found = {}
+    for name, parameter in wrapped.local_named_parameters():
+        expected, rows = own_part(whole.get_parameter(name).detach(), parameter), local_rows(parameter)
+        first = first_row(parameter)
+        difference = (rows - expected[first : first + len(rows)]).abs()
+        found[name] = float(difference.max()) if len(rows) else 0.0
+    return found
 
 
 def _labelled(replica: int) -> dict[str, Tensor]:
@@ -142,6 +149,41 @@ def _sharded(name: str, whole_gradients: bool = False, reduction: str = "mean") 
     return found
 
 
+def _fully_sharded(name: str, resharding: bool | None = None, reduction: str = "mean") -> dict[str, float]:
+    """Differences of two clipped steps of shards, the second of them of two batches, from a whole optimizer's."""
+    model = make(name, 2)
+    whole = copy.deepcopy(model)
+    wrapped = NxDPPModel(expert_parallelize(model), num_microbatches=MICROBATCHES, gradient_reduction=reduction)
+    fully_shard(wrapped, reshard_after_forward=resharding)
+    options: dict[str, Any] = {"lr": 0.1, "momentum": 0.9}
+    optimizer = torch.optim.SGD(wrapped.local_parameters(), **options)
+    plain = torch.optim.SGD(whole.parameters(), **options)
+    replica, replicas = _replica()
+    found: dict[str, float] = {}
+    for step in range(2):
+        for part in range(1 + step):
+            batches = [batch_of(each, 2 * MICROBATCHES, 2 * step + part) for each in range(replicas)]
+            with wrapped.no_sync() if part < step else nullcontext():
+                wrapped.run_train(**batches[replica])
+            step_of_one_process(whole, batches, MICROBATCHES)
+        if reduction == "sum":
+            for parameter in whole.parameters():
+                assert parameter.grad is not None
+                # The sum of microbatches, too.
+                parameter.grad *= replicas * MICROBATCHES
+        norm = wrapped.clip_grad_norm_(MAX_NORM)
+        found[f"norm {step}"] = float(norm - nn.utils.clip_grad_norm_(whole.parameters(), MAX_NORM))
+        for each in (optimizer, plain):
+            each.step()
+            each.zero_grad()
+        found |= {f"{key} {step}": value for key, value in _values(wrapped, whole).items()}
+    copies, replicas = parallel_state.get_expert_data_parallel_size(), parallel_state.get_data_parallel_size()
+    for parameter in wrapped.local_parameters():
+        ranks = copies if is_of_experts(parameter) else replicas
+        assert abs(len(local_rows(parameter)) - len(parameter) / ranks) < ranks
+    return found
+
+
 def _check_state(wrapped: NxDPPModel, optimizer: Zero1Optimizer) -> None:
     """Check that a rank keeps its share of the state: of its experts over their copies, of others over all replicas."""
     copies, replicas = parallel_state.get_expert_data_parallel_size(), parallel_state.get_data_parallel_size()
@@ -158,6 +200,7 @@ CASES: dict[str, Callable[..., dict[str, float]]] = {
     "tokens": _tokens,
     "accumulated": _accumulated,
     "sharded": _sharded,
+    "fully sharded": _fully_sharded,
 }
 
 
@@ -182,6 +225,20 @@ def test_zero1_over_copies_of_experts_is_exact() -> None:
 
 def test_zero1_with_one_copy_of_each_expert_over_two_stages_is_exact() -> None:
     cases = [("sharded", "mixtral"), ("sharded", "mixtral", False, "sum"), ("sharded", "mixtral", True)]
+    assert run_ranks(4, _train, 2, 2, cases) == [{}] * 4
+
+
+def test_shards_of_copies_of_experts_are_exact() -> None:
+    cases = [
+        ("fully sharded", "mixtral"),
+        ("fully sharded", "mixtral", True),
+        ("fully sharded", "deepseek_v3", None, "sum"),
+    ]
+    assert run_ranks(4, _train, 1, 2, cases) == [{}] * 4
+
+
+def test_shards_with_one_copy_of_each_expert_over_two_stages_are_exact() -> None:
+    cases = [("fully sharded", "deepseek_v3"), ("fully sharded", "mixtral", True, "sum")]
     assert run_ranks(4, _train, 2, 2, cases) == [{}] * 4
 
 

@@ -99,11 +99,11 @@ def placement_of(tensor: torch.Tensor) -> PlaceInWhole:
     It follows from the attributes of tensor and expert parallelism and from the rows of a shard.
     """
     shape = tuple(tensor.shape)
+    begin = first_row(tensor) * prod(shape[1:])
     if is_of_experts(tensor):
         ranks, own = parallel_state.get_expert_model_parallel_size(), parallel_state.get_expert_model_parallel_rank()
         experts, *others = shape
-        return PlaceInWhole((experts * ranks, *others), shape, 0, (Range(own * experts, 0, experts),))
-    begin = first_row(tensor) * prod(shape[1:])
+        return PlaceInWhole((experts * ranks, *others), shape, 0, (Range(own * experts, 0, experts),), begin)
     is_divided = is_tensor_parallel(tensor) and (
         hasattr(tensor, "whole_size") or parallel_state.get_tensor_model_parallel_size() > 1
     )

@@ -98,9 +98,9 @@ def as_in_files(tensor: torch.Tensor) -> torch.Tensor:
 
 def joined(tensor: torch.Tensor) -> torch.Tensor:
     """The whole of ``tensor``; collective over the ranks of a shard, and over the tensor or expert group for a part."""
-    if is_of_experts(tensor):
-        return all_gather(tensor.detach(), 0, parallel_state.get_expert_model_parallel_group())
     rows = all_rows(tensor)
+    if is_of_experts(tensor):
+        return all_gather(rows.detach(), 0, parallel_state.get_expert_model_parallel_group())
     return rows.detach() if placement_of(rows).dim < 0 else whole_of(rows)
 
 

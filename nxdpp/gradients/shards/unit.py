@@ -40,7 +40,7 @@ class ShardedUnit:
         mesh_info: torch's description of the ranks that share them.
         streams: those of this rank's first unit, which all share; ``None`` for the first.
         mp_policy, offload_policy: torch's.
-        mean: ``False`` for gradients that are summed over the ranks of the mesh.
+        divisor: of the sum of gradients over the ranks of the mesh; ``None`` for their mean.
 
     Attributes:
         parameters: the sharded ones.
@@ -59,7 +59,7 @@ class ShardedUnit:
         streams: Any,
         mp_policy: MixedPrecisionPolicy,
         offload_policy: OffloadPolicy,
-        mean: bool,
+        divisor: float | None,
     ) -> None:
         self.name = name
         attributes = [dict(vars(parameter)) for parameter in parameters]
@@ -72,13 +72,14 @@ class ShardedUnit:
             each for each, places in zip(group.fsdp_params, self._places, strict=True) if targeted.isdisjoint(places)
         ]
         self._ranks: ProcessGroup = mesh_info.shard_process_group
+        self._replicas = self._ranks if mesh_info.mesh.ndim == 1 else parallel_state.get_data_parallel_group()
         if streams is None:
             group.comm_ctx.lazy_init(device)
         else:
             group.comm_ctx = streams
         # gloo has no average.
         group.force_sum_reduction_for_comms = True
-        group.gradient_divide_factor = None if mean else 1.0
+        group.gradient_divide_factor = divisor
         self.is_trained = self.trains_all = False
         self.storages: frozenset[int] = frozenset()
         self.kept = KeptGradients(name)
@@ -216,7 +217,7 @@ class ShardedUnit:
                 _convert(each)
         group = self._group
         group.reshard_after_backward = False
-        with Wait("reduction of gradients", parallel_state.get_data_parallel_group()):
+        with Wait("reduction of gradients", self._replicas):
             group.post_backward()
         return present
 
