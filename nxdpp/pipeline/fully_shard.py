@@ -148,16 +148,12 @@ class _Sharding:
         alike: dict[tuple[torch.dtype, bool], list[nn.Parameter]] = {}
         for parameter in values:
             alike.setdefault((parameter.dtype, is_of_experts(parameter)), []).append(parameter)
-        is_mean = self._steps.config.gradient_reduction == "mean"
+        mean = self._steps.config.gradient_reduction == "mean"
         trees = [self._tree, self._root]
         made = []
         for (_, of_experts), own in alike.items():
-            ranks, divisor = self._mesh_info, None if is_mean else 1.0
-            if of_experts:
-                # Their gradients are the mean over the ranks that share the experts.
-                ranks = FSDP_MESH(parallel_state.get_expert_shard_mesh(), 0)
-                divisor = None if is_mean else 1 / parallel_state.get_expert_model_parallel_size()
-            unit = ShardedUnit(what, own, trees, ranks, self._device, self._streams, *self._policies, divisor)
+            ranks = FSDP_MESH(parallel_state.get_expert_shard_mesh(), 0) if of_experts else self._mesh_info
+            unit = ShardedUnit(what, own, trees, ranks, self._device, self._streams, *self._policies, mean)
             self._streams = unit.streams
             made.append(unit)
         watch_replaced(dict(named))
@@ -224,12 +220,15 @@ def _check_settings(model: NxDPPModel[bool, bool]) -> None:
     config = model.steps.config
     if model.part.shards is not None:
         raise RuntimeError("fully_shard was called for this model already: call it once.")
+    experts = any(map(is_of_experts, model.part.root.parameters()))
     excluded = {
         "use_zero1_optimizer=True (zero_one_enabled of NxD's trainer, and its models on one pipeline rank), with which "
         "the optimizer reduces gradients": config.use_zero1_optimizer,
         "data_parallel_shard_size next to expert_parallelize, which has replicas of its own": (
-            any(map(is_of_experts, model.part.root.parameters())) and parallel_state.get_shard_mesh().ndim > 1
+            experts and parallel_state.get_shard_mesh().ndim > 1
         ),
+        # torch divides twice by a factor of one's own where one rank has all rows.
+        "gradient_reduction='sum' next to expert_parallelize": experts and config.gradient_reduction == "sum",
         "check_against_module, which compares whole gradients": config.check_against_module is not None,
     }
     for what, is_set in excluded.items():

@@ -40,7 +40,7 @@ class ShardedUnit:
         mesh_info: torch's description of the ranks that share them.
         streams: those of this rank's first unit, which all share; ``None`` for the first.
         mp_policy, offload_policy: torch's.
-        divisor: of the sum of gradients over the ranks of the mesh; ``None`` for their mean.
+        mean: ``False`` for gradients that are summed over the ranks of the mesh.
 
     Attributes:
         parameters: the sharded ones.
@@ -59,7 +59,7 @@ class ShardedUnit:
         streams: Any,
         mp_policy: MixedPrecisionPolicy,
         offload_policy: OffloadPolicy,
-        divisor: float | None,
+        mean: bool,
     ) -> None:
         self.name = name
         attributes = [dict(vars(parameter)) for parameter in parameters]
@@ -79,7 +79,7 @@ class ShardedUnit:
             group.comm_ctx = streams
         # gloo has no average.
         group.force_sum_reduction_for_comms = True
-        group.gradient_divide_factor = divisor
+        group.gradient_divide_factor = None if mean else 1.0
         self.is_trained = self.trains_all = False
         self.storages: frozenset[int] = frozenset()
         self.kept = KeptGradients(name)
