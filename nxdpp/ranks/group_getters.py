@@ -56,7 +56,7 @@ def get_context_model_parallel_group(as_list: bool = False) -> ProcessGroup | li
 
 @_overloaded
 def get_expert_model_parallel_group(as_list: bool = False) -> ProcessGroup | list[list[int]]:
-    """Group of the ranks that share the experts of a layer; with ``as_list``, the global ranks of every such group."""
+    """This rank's expert group; with ``as_list``, the global ranks of every expert group."""
     if as_list:
         return get_expert_model_parallel_replica_groups()
     state = current_state.with_groups()
@@ -107,7 +107,7 @@ def get_context_model_parallel_replica_groups() -> list[list[int]]:
 
 
 def get_expert_model_parallel_replica_groups() -> list[list[int]]:
-    """Global ranks of every group of ranks that share the experts of a layer."""
+    """Global ranks of every expert group."""
     state = current_state.initialized()
     return state.rank_mesh.expert_groups(state.expert_size)
 

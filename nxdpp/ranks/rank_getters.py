@@ -31,7 +31,7 @@ def get_context_model_parallel_size() -> int:
 
 
 def get_expert_model_parallel_size() -> int:
-    """Number of ranks that share the experts of a layer."""
+    """Number of ranks in an expert group, which share the experts of each layer."""
     return current_state.initialized().expert_size
 
 
@@ -68,7 +68,7 @@ def get_context_model_parallel_src_tgt_pairs() -> list[tuple[int, int]]:
 
 
 def get_expert_model_parallel_rank() -> int:
-    """This rank's index among the ranks that share the experts of a layer; rank 0 has the first experts."""
+    """This rank's index in its expert group; rank 0 has the first experts."""
     return get_data_parallel_rank() % get_expert_model_parallel_size()
 
 
