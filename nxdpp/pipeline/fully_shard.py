@@ -153,7 +153,9 @@ class _Sharding:
         made = []
         for (_, of_experts), own in alike.items():
             ranks = FSDP_MESH(parallel_state.get_expert_shard_mesh(), 0) if of_experts else self._mesh_info
-            unit = ShardedUnit(what, own, trees, ranks, self._device, self._streams, *self._policies, mean)
+            # Gradients of experts are the mean over the ranks of an expert group already.
+            scale = 1 if mean or not of_experts else parallel_state.get_expert_model_parallel_size()
+            unit = ShardedUnit(what, own, trees, ranks, self._device, self._streams, *self._policies, mean, scale)
             self._streams = unit.streams
             made.append(unit)
         watch_replaced(dict(named))
@@ -227,8 +229,6 @@ def _check_settings(model: NxDPPModel[bool, bool]) -> None:
         "data_parallel_shard_size next to expert_parallelize, which has replicas of its own": (
             experts and parallel_state.get_shard_mesh().ndim > 1
         ),
-        # torch divides twice by a factor of one's own where one rank has all rows.
-        "gradient_reduction='sum' next to expert_parallelize": experts and config.gradient_reduction == "sum",
         "check_against_module, which compares whole gradients": config.check_against_module is not None,
     }
     for what, is_set in excluded.items():

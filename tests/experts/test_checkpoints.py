@@ -1,5 +1,6 @@
 """Checkpoints of divided experts load into any layout to the bit, and files have the names of Hugging Face."""
 
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from nxdpp import (
     NxDPPModel,
     deferred_init,
     expert_parallelize,
+    fully_shard,
     init_on_device,
     load_checkpoint,
     load_pretrained,
@@ -21,31 +23,35 @@ from nxdpp import (
     save_pretrained,
 )
 from nxdpp.gradients.optimizer.zero1 import Zero1Optimizer
+from nxdpp.gradients.shards.local_tensors import local_rows
 from nxdpp.initialization.parts import own_part, part_of
+from nxdpp.tensor.shards import all_rows, first_row
 from tests.support.expert_models import batch_of, make, mixtral
 from tests.support.run_ranks import run_ranks
-from tests.support.tensor_models import differing
 
 # Per piece of a parameter that a rank steps: its experts' index and first element, with values and state.
 State = dict[str, dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]]]
 
 
-def _wrapped(seed: int = 7, zero1: bool = False) -> tuple[NxDPPModel, torch.optim.Optimizer]:
+def _wrapped(form: str, seed: int = 7) -> tuple[NxDPPModel, torch.optim.Optimizer]:
     model = make("mixtral", 2)
     torch.manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter), alpha=0.01)
-    wrapped = NxDPPModel(expert_parallelize(model), num_microbatches=2, use_zero1_optimizer=zero1)
-    if zero1:
+    wrapped = NxDPPModel(expert_parallelize(model), num_microbatches=2, use_zero1_optimizer=form == "zero1")
+    if form == "zero1":
         return wrapped, Zero1Optimizer(wrapped.local_named_parameters(), torch.optim.Adam, lr=0.01)
+    if form == "sharded":
+        fully_shard(wrapped)
     return wrapped, torch.optim.Adam(wrapped.local_parameters(), 0.01)
 
 
 def _state(wrapped: NxDPPModel, optimizer: torch.optim.Optimizer) -> State:
     named = list(wrapped.local_named_parameters())
     pieces: list[tuple[str, nn.Parameter, int, nn.Parameter, dict[str, Any]]] = [
-        (name, parameter, 0, parameter, optimizer.state.get(parameter, {})) for name, parameter in named
+        (name, each, first_row(each) * prod(each.shape[1:]), each, optimizer.state.get(each, {}))
+        for name, each in named
     ]
     if isinstance(optimizer, Zero1Optimizer):
         shards = optimizer.shards()
@@ -54,13 +60,14 @@ def _state(wrapped: NxDPPModel, optimizer: torch.optim.Optimizer) -> State:
     for name, parameter, start, values, state in pieces:
         part = part_of(parameter)
         place = (0 if part is None else part.index), start
-        found.setdefault(name, {})[place] = values.detach().reshape(-1), state["exp_avg"].reshape(-1)
+        values, average = (local_rows(each).detach().reshape(-1) for each in (values, state["exp_avg"]))
+        found.setdefault(name, {})[place] = values, average
     return found
 
 
-def _save(rank: int, pipeline: int, expert: int, folder: Path, zero1: bool = False) -> State:
+def _save(rank: int, pipeline: int, expert: int, folder: Path, form: str = "") -> State:
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=pipeline, expert_model_parallel_size=expert)
-    wrapped, optimizer = _wrapped(zero1=zero1)
+    wrapped, optimizer = _wrapped(form)
     wrapped.run_train(**batch_of(parallel_state.get_data_parallel_rank(), 4))
     optimizer.step()
     save_checkpoint(folder / "training", "1", model=wrapped, optimizer=optimizer)
@@ -73,16 +80,17 @@ def _save(rank: int, pipeline: int, expert: int, folder: Path, zero1: bool = Fal
     loaded = NxDPPModel(expert_parallelize(empty), num_microbatches=2)
     load_pretrained(loaded, folder / "files")
     ours = dict(wrapped.local_named_parameters())
-    assert all(torch.equal(each, ours[name]) for name, each in loaded.local_named_parameters())
+    assert all(torch.equal(each, all_rows(ours[name])) for name, each in loaded.local_named_parameters())
     return _state(wrapped, optimizer)
 
 
-def _load(rank: int, pipeline: int, expert: int, folder: Path, zero1: bool = False) -> State:
+def _load(rank: int, pipeline: int, expert: int, folder: Path, form: str = "") -> State:
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=pipeline, expert_model_parallel_size=expert)
-    wrapped, optimizer = _wrapped(8, zero1)
+    wrapped, optimizer = _wrapped(form, 8)
     load_checkpoint(folder / "training", "1", model=wrapped, optimizer=optimizer)
     whole = MixtralForCausalLM.from_pretrained(folder / "files", dtype=torch.float64)
-    assert differing(dict(wrapped.local_named_parameters()), whole) == []
+    for name, each in wrapped.local_named_parameters():
+        assert torch.equal(all_rows(each), own_part(whole.get_parameter(name).detach(), each)), name
     return _state(wrapped, optimizer)
 
 
@@ -101,18 +109,19 @@ def _joined(states: list[State]) -> dict[str, list[torch.Tensor]]:
 @pytest.mark.parametrize(
     ("layout", "others"),
     [
-        ((4, 2, 2), [(4, 1, 4), (1, 1, 1), (4, 1, 2, True)]),
+        ((4, 2, 2), [(4, 1, 4), (1, 1, 1), (4, 1, 2, "zero1"), (4, 1, 2, "sharded")]),
         # Two copies of each expert share their state; with size 4 there is one.
-        ((4, 1, 2, True), [(4, 2, 2, True), (4, 1, 4, True), (1, 1, 1)]),
+        ((4, 1, 2, "zero1"), [(4, 2, 2, "zero1"), (4, 1, 4, "zero1"), (1, 1, 1)]),
+        ((4, 1, 2, "sharded"), [(4, 2, 2, "sharded"), (4, 1, 4), (1, 1, 1, "sharded")]),
     ],
 )
 def test_a_layout_loads_the_checkpoint_of_another_to_the_bit(
-    tmp_path: Path, layout: tuple[int, ...], others: list[tuple[int, ...]]
+    tmp_path: Path, layout: tuple[Any, ...], others: list[tuple[Any, ...]]
 ) -> None:
-    ranks, pipeline, expert, *zero1 = layout
-    saved = _joined(run_ranks(ranks, _save, pipeline, expert, tmp_path, *zero1))
-    for ranks, pipeline, expert, *zero1 in others:
-        loaded = _joined(run_ranks(ranks, _load, pipeline, expert, tmp_path, *zero1))
+    ranks, pipeline, expert, *form = layout
+    saved = _joined(run_ranks(ranks, _save, pipeline, expert, tmp_path, *form))
+    for ranks, pipeline, expert, *form in others:
+        loaded = _joined(run_ranks(ranks, _load, pipeline, expert, tmp_path, *form))
         assert loaded.keys() == saved.keys()
         for name, values in loaded.items():
             assert all(map(torch.equal, values, saved[name])), name

@@ -139,15 +139,14 @@ def _message(call: Any) -> str:
 
 
 def _refusals(rank: int) -> list[str]:
-    parallel_state.initialize_model_parallel(expert_model_parallel_size=2)
+    parallel_state.initialize_model_parallel(expert_model_parallel_size=2, data_parallel_shard_size=1)
     divided = expert_parallelize(_made(0.0), PLAN)
     single = _made(0.0)
     experts: Any = single.get_submodule("layers.1.experts")
     experts.matrix = nn.Parameter(torch.zeros(3, WIDTH, WIDTH, dtype=torch.float64))
     wrapped = NxDPPModel(expert_parallelize(_made(0.0), PLAN), transformer_layer_cls=Layer)
-    summed = NxDPPModel(expert_parallelize(_made(0.0), PLAN), transformer_layer_cls=Layer, gradient_reduction="sum")
     return [
-        _message(lambda: parallel_state.initialize_model_parallel(expert_model_parallel_size=1)),
+        _message(lambda: parallel_state.initialize_model_parallel(data_parallel_shard_size=1)),
         _message(lambda: expert_parallelize(divided, PLAN)),
         _message(lambda: expert_parallelize(wrapped, PLAN)),
         _message(lambda: expert_parallelize(nn.Linear(2, 2))),
@@ -156,7 +155,7 @@ def _refusals(rank: int) -> list[str]:
         _message(lambda: expert_parallelize(_made(0.0), {"layers.*.router.weight": "grouped_gemm"})),
         _message(lambda: expert_parallelize(single, {"layers.*.experts.matrix": "grouped_gemm"})),
         _message(lambda: NxDPPModel(divided, transformer_layer_cls=Layer, check_against_module="first")),
-        _message(lambda: nxdpp.fully_shard(summed)),
+        _message(lambda: nxdpp.fully_shard(wrapped)),
         _message(lambda: nxdpp.apply_compile(wrapped, backend="eager")),
         _message(lambda: nxdpp.gather_state_dict(wrapped)),
         _message(lambda: wrapped.generate(torch.zeros(1, 1))),
@@ -175,7 +174,7 @@ REFUSED = [
     "layers.0.router, a Linear, takes input: experts over ranks take hidden states",
     "the 3 experts of layers.1.experts do not divide by expert_model_parallel_size=2",
     "does not go with check_against_module='first'",
-    "fully_shard does not go with gradient_reduction='sum' next to expert_parallelize",
+    "fully_shard does not go with data_parallel_shard_size next to expert_parallelize",
     "compiled layers were not compared: leave apply_compile out",
     "save_pretrained writes the whole tensors",
     "generate with expert_model_parallel_size=1",

@@ -149,11 +149,11 @@ def _sharded(name: str, whole_gradients: bool = False, reduction: str = "mean") 
     return found
 
 
-def _fully_sharded(name: str, resharding: bool | None = None) -> dict[str, float]:
+def _fully_sharded(name: str, resharding: bool | None = None, reduction: str = "mean") -> dict[str, float]:
     """Differences of two clipped steps of shards, the second of them of two batches, from a whole optimizer's."""
     model = make(name, 2)
     whole = copy.deepcopy(model)
-    wrapped = NxDPPModel(expert_parallelize(model), num_microbatches=MICROBATCHES)
+    wrapped = NxDPPModel(expert_parallelize(model), num_microbatches=MICROBATCHES, gradient_reduction=reduction)
     fully_shard(wrapped, reshard_after_forward=resharding)
     options: dict[str, Any] = {"lr": 0.1, "momentum": 0.9}
     optimizer = torch.optim.SGD(wrapped.local_parameters(), **options)
@@ -166,6 +166,10 @@ def _fully_sharded(name: str, resharding: bool | None = None) -> dict[str, float
             with wrapped.no_sync() if part < step else nullcontext():
                 wrapped.run_train(**batches[replica])
             step_of_one_process(whole, batches, MICROBATCHES)
+        if reduction == "sum":
+            for parameter in whole.parameters():
+                assert parameter.grad is not None
+                parameter.grad *= replicas
         norm = wrapped.clip_grad_norm_(MAX_NORM)
         found[f"norm {step}"] = float(norm - nn.utils.clip_grad_norm_(whole.parameters(), MAX_NORM))
         for each in (optimizer, plain):
@@ -223,13 +227,16 @@ def test_zero1_with_one_copy_of_each_expert_over_two_stages_is_exact() -> None:
     assert run_ranks(4, _train, 2, 2, cases) == [{}] * 4
 
 
+_SHARDS: list[tuple[Any, ...]] = [("fully sharded", "mixtral"), ("fully sharded", "mixtral", None, "sum")]
+
+
 def test_shards_of_copies_of_experts_are_exact() -> None:
-    cases = [("fully sharded", "mixtral"), ("fully sharded", "deepseek_v3", True)]
+    cases = [*_SHARDS, ("fully sharded", "deepseek_v3", True)]
     assert run_ranks(4, _train, 1, 2, cases) == [{}] * 4
 
 
 def test_shards_with_one_copy_of_each_expert_over_two_stages_are_exact() -> None:
-    cases = [("fully sharded", "deepseek_v3"), ("fully sharded", "mixtral", True)]
+    cases = [*_SHARDS, ("fully sharded", "deepseek_v3"), ("fully sharded", "mixtral", True, "sum")]
     assert run_ranks(4, _train, 2, 2, cases) == [{}] * 4
 
 
