@@ -15,6 +15,7 @@ from nxdpp import (
     deferred_init,
     expert_parallelize,
     fully_shard,
+    gather_state_dict,
     init_on_device,
     load_checkpoint,
     load_pretrained,
@@ -73,6 +74,10 @@ def _save(rank: int, pipeline: int, expert: int, folder: Path, form: str = "") -
     save_checkpoint(folder / "training", "1", model=wrapped, optimizer=optimizer)
     save_pretrained(wrapped, folder / "files")
     dist.barrier()
+    if (gathered := gather_state_dict(wrapped)) is not None:
+        whole = MixtralForCausalLM.from_pretrained(folder / "files", dtype=torch.float64).state_dict()
+        assert gathered.keys() == whole.keys()
+        assert all(torch.equal(each, whole[name]) for name, each in gathered.items())
     # A model without memory reads its own experts.
     torch.manual_seed(0)
     with init_on_device(torch.device("meta")):

@@ -89,6 +89,10 @@ def test_whole_experts_next_to_tensor_parallel_layers_are_exact() -> None:
     assert run_ranks(4, _train, 2, 1, 2, [("mixtral", "1f1b"), ("qwen3_moe", "1f1b")]) == [{}] * 4
 
 
+def test_tensor_ranks_stages_and_experts_together_are_exact() -> None:
+    assert run_ranks(8, _train, 2, 2, 2, [("balanced mixtral", "1f1b"), ("qwen3_moe", "zb-v", 4)]) == [{}] * 8
+
+
 def test_four_ranks_share_the_experts_exactly() -> None:
     assert run_ranks(4, _train, 1, 1, 4, [("olmoe", "1f1b")]) == [{}] * 4
 
