@@ -12,7 +12,8 @@ expert and their sum: nothing is dropped or padded, and a rank knows how busy it
 all-to-all is one node of autograd, whose backward is the all-to-all in the other direction. A backward, also a split
 one, runs a node once. Between the two the gradients are divided by the number of ranks, so those of the experts are the
 mean over the replicas whose tokens came (``gradients/expert_parameters.py``). Each rank of the group makes the same
-messages in the same order, since all run one schedule (``Experts`` in ``participant.py`` verifies it).
+messages in the same order, since all run one schedule (``Experts`` in ``participant.py`` verifies it). The numbers of
+tokens come with the number of the call: a layer that one rank skips or calls once more is named.
 
 The way of a token is that of Lepikhin et al., "GShard" (arXiv 2006.16668), without its capacity.
 """
@@ -64,19 +65,27 @@ class DividedExperts(KeepsAttributes):
             return own(tokens, local, ones) if place == 1 else own(tokens, ones, local)
 
         count = next(len(each) for each in self.parameters(recurse=False) if is_of_experts(each))
+        choices, routing = index.reshape(len(rows), index.shape[-1]), routing_of(self)
+        weights = weights.reshape(choices.shape)
         if not has_values(hidden):
             # A count of costs: as many rows as this rank has on average.
-            return run(rows, index.reshape(len(rows), -1) % count, weights.reshape(len(rows), -1)).view_as(hidden)
-        choices, routing = index.reshape(len(rows), -1), routing_of(self)
-        call = None if routing is None else routing.choose(self, choices)
-        outputs, tokens = dispatched(run, count, rows, choices, weights.reshape(choices.shape))
-        if routing is not None and call is not None:
-            routing.note(self, call, tokens)
+            return run(rows, choices % count, weights).view_as(hidden)
+        if routing is None:
+            return dispatched(run, count, rows, choices, weights)[0].view_as(hidden)
+        call = routing.choose(self, choices)
+        outputs, tokens = dispatched(run, count, rows, choices, weights, routing.number_of(self), routing.text_of)
+        routing.note(self, call, tokens)
         return outputs.view_as(hidden)
 
 
 def dispatched(
-    run: LocalExperts, count: int, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor
+    run: LocalExperts,
+    count: int,
+    hidden: torch.Tensor,
+    index: torch.Tensor,
+    weights: torch.Tensor,
+    call: int = 0,
+    text_of: Callable[[int], str] = str,
 ) -> tuple[torch.Tensor, list[int]]:
     """Return the outputs of all chosen experts ``(N, H)``; collective over the expert group.
 
@@ -88,19 +97,30 @@ def dispatched(
         hidden: this rank's tokens, ``(N, H)``; other ranks may have another number, or none.
         index: the chosen experts of all ranks, int64 ``(N, K)``.
         weights: of the choices, ``(N, K)``.
+        call: number that all ranks have in this call.
+        text_of: describes the call of a number.
+
+    Raises ``ValueError`` for experts that are not there, and ``RuntimeError`` for ranks in different calls.
     """
     group = parallel_state.get_expert_model_parallel_group()
     ranks, choices = dist.get_world_size(group), index.shape[-1]
     experts = index.reshape(-1)
     # Stable: rows of an expert stay in the order of their tokens.
     order = experts.argsort(stable=True)
-    counts = torch.bincount(experts, minlength=ranks * count).view(ranks, count)
-    with_sum = torch.cat([counts, counts.new_full((ranks, 1), len(experts))], dim=1)
-    theirs = _exchanged(with_sum, [1] * ranks, [1] * ranks, group)
-    came, theirs = theirs.sum(0), theirs[:, :-1]
+    counts = torch.bincount(experts, minlength=ranks * count)
+    if len(counts) > ranks * count:
+        raise ValueError(
+            f"a token of {text_of(call)} has expert {len(counts) - 1}, and there are {ranks * count}: let the router "
+            f"choose experts below {ranks * count}"
+        )
+    counts = counts.view(ranks, count)
+    told = [counts.new_full((ranks, 1), each) for each in (len(experts), call)]
+    came = _exchanged(torch.cat([counts, *told], dim=1), [1] * ranks, [1] * ranks, group)
+    theirs, calls = came[:, :-2], came[:, -1]
     # One copy to the host, which waits for it.
-    numbers = torch.cat([counts.sum(1), theirs.sum(1), came]).tolist()
-    sent, received, tokens = numbers[:ranks], numbers[ranks : 2 * ranks], numbers[2 * ranks :]
+    numbers = torch.cat([calls, counts.sum(1), theirs.sum(1), came[:, :-1].sum(0)]).tolist()
+    _check_calls(numbers[:ranks], call, text_of)
+    sent, received, tokens = numbers[ranks : 2 * ranks], numbers[2 * ranks : 3 * ranks], numbers[3 * ranks :]
     # Send each pair of a token and an expert, and compute.
     rows = _all_to_all(hidden[order // choices], sent, received, group, scale=ranks)
     local = torch.arange(count, device=hidden.device).repeat(ranks).repeat_interleave(theirs.reshape(-1))
@@ -116,17 +136,36 @@ def dispatched(
 def _computed(run: LocalExperts, rows: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
     """Return the outputs of ``rows``, which belong to the experts ``local``, ``(rows,)``."""
     if len(rows):
-        return run(rows, local.unsqueeze(-1), torch.ones_like(local, dtype=rows.dtype).unsqueeze(-1))
+        outputs = run(rows, local.unsqueeze(-1), torch.ones_like(local, dtype=rows.dtype).unsqueeze(-1))
+        if outputs.shape != rows.shape:
+            raise ValueError(
+                f"experts returned {list(outputs.shape)} for {list(rows.shape)}: experts over ranks return a row for "
+                f"each token, whatever other tokens there are"
+            )
+        return outputs
     # No token came. The graph is that of one row, so the backward makes the messages that the other ranks wait for.
     one = rows.sum(dim=0, keepdim=True)
     return run(one, local.new_zeros(1, 1), one.new_ones(1, 1))[:0]
+
+
+def _check_calls(calls: Sequence[int], own: int, text_of: Callable[[int], str]) -> None:
+    """Raise ``RuntimeError`` for ranks of the expert group in other ``calls`` than this rank's ``own``."""
+    other = next((rank for rank, call in enumerate(calls) if call != own), None)
+    if other is not None:
+        raise RuntimeError(
+            f"rank {other} of the expert group sends tokens of {text_of(calls[other])}, and rank "
+            f"{parallel_state.get_expert_model_parallel_rank()} those of {text_of(own)}: every replica must call the "
+            f"same experts in the same order, whatever its tokens are. Call the layer with no rows, (0, H), where a "
+            f"replica has no token for it."
+        )
 
 
 def _checked(given: Sequence[Any], name: str) -> tuple[torch.Tensor, torch.Tensor, int]:
     """Return hidden states, weights, and the place of the chosen experts among ``given``."""
     tensors = len(given) == 3 and all(isinstance(each, torch.Tensor) for each in given)
     whole = [place for place in (1, 2) if tensors and not given[place].is_floating_point()]
-    if len(whole) != 1 or given[1].shape != given[2].shape or given[1].numel() % max(1, given[0][..., 0].numel()):
+    fits = len(whole) == 1 and given[1].shape == given[2].shape and given[1].dim()
+    if not fits or given[1].numel() != given[0][..., 0].numel() * given[1].shape[-1]:
         shown = ", ".join(
             f"{each.dtype} {list(each.shape)}" if isinstance(each, torch.Tensor) else type(each).__name__
             for each in given

@@ -147,7 +147,8 @@ def _check(name: str, module: nn.Module, keys: list[str], ranks: int) -> None:
     if len(given) != 3:
         raise ValueError(
             f"{name}, a {type(module).__name__}, takes {', '.join(given) or 'nothing'}: experts over ranks take hidden "
-            f"states (N, H), the chosen experts (N, K) and their weights (N, K). Name another module in plan="
+            f"states (N, H), the chosen experts (N, K) and their weights (N, K). Name another module in plan=; "
+            f"experts that are modules in a list have to become one parameter (experts, ...) first"
         )
     counts = {key: len(PARAMETERS.of(module)[key]) for key in keys}
     if len(set(counts.values())) > 1:

@@ -75,11 +75,8 @@ def replayed_routing(model: NxDPPModel[bool, bool], routing: Sequence[dict[str, 
         stack.callback(setattr, own, "replay", before)
         for layer, name in own.names.items():
             module = modules[name.rpartition(".")[0]]
-            had, forward = (
-                vars(module).get("forward"),
-                forward_within(module, partial(with_given, layer=layer, routing=own, experts=counts[layer])),
-            )
-            vars(module)["forward"] = forward
+            given = partial(with_given, layer=layer, routing=own, experts=counts[layer])
+            had, vars(module)["forward"] = vars(module).get("forward"), forward_within(module, given)
             stack.callback(_restore, module, had)
         yield
 

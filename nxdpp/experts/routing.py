@@ -89,6 +89,15 @@ class StepRouting:
             self.record.append({})
         self._given = {} if self.replay is None else self.replay.pop(0)
 
+    def number_of(self, layer: nn.Module) -> int:
+        """Return a number of ``layer`` in the present action, which all ranks of an expert group have alike."""
+        return board.action * len(self.names) + list(self.names).index(layer)
+
+    def text_of(self, number: int) -> str:
+        """Return the text of the layer and microbatch of a ``number``."""
+        action, index = divmod(number, len(self.names))
+        return f"{list(self.names.values())[index]}, microbatch {self._microbatches[action]} (action {action})"
+
     def given(self, layer: nn.Module) -> torch.Tensor | None:
         """Return the choices ``(N, K)`` that are given to ``layer`` in the present microbatch, if any are."""
         name = self.names.get(layer)

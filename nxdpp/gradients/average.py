@@ -24,7 +24,7 @@ from nxdpp.gradients.buckets import (
     send_all,
     unpack,
 )
-from nxdpp.gradients.expert_parameters import in_two, is_of_experts, over_replicas
+from nxdpp.gradients.expert_parameters import is_of_experts, over_replicas
 from nxdpp.gradients.gradient_dtype import dense, gradient_dtype, zero_gradient
 from nxdpp.ranks import parallel_state
 from nxdpp.ranks.faults import failure_watch
@@ -63,9 +63,11 @@ def average_gradients(
     if check is not None:
         check(largest[: len(notes)])
     anywhere = dict(zip(trained, largest[len(notes) :], strict=True))
-    for is_expert, alike in enumerate(in_two(trained)):
-        gradients = gradients_of_any_rank(alike, [anywhere[each] for each in alike])
-        combine(cut(gradients), *over_replicas(bool(is_expert), mean, group))
+    for of_experts in (False, True):
+        alike = [each for each in trained if is_of_experts(each) is of_experts]
+        if alike:
+            gradients = gradients_of_any_rank(alike, [anywhere[each] for each in alike])
+            combine(cut(gradients), *over_replicas(of_experts, mean, group))
 
 
 def reduce_gradients(

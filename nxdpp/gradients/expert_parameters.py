@@ -10,17 +10,13 @@ that accumulates steps. 4 data-parallel ranks, expert size 2::
     any other      of the tokens of 1 replica           all 4 ranks
 """
 
-from collections.abc import Iterable
 from functools import partial
-from typing import TypeVar
 
 import torch
 from torch.distributed import ProcessGroup
 
 from nxdpp.gradients.buckets import Combination
 from nxdpp.ranks import parallel_state
-
-T = TypeVar("T", bound=torch.Tensor)
 
 # NeuronX Distributed's name.
 _MARK = "expert_model_parallel"
@@ -34,12 +30,6 @@ def mark_experts(parameter: torch.Tensor) -> None:
 def is_of_experts(tensor: torch.Tensor) -> bool:
     """Return whether each rank of an expert group has experts of its own in ``tensor``."""
     return getattr(tensor, _MARK, False)
-
-
-def in_two(parameters: Iterable[T]) -> tuple[list[T], list[T]]:
-    """Return the ``parameters`` that all replicas have, and the ones of experts, each in their order."""
-    listed = list(parameters)
-    return [each for each in listed if not is_of_experts(each)], [each for each in listed if is_of_experts(each)]
 
 
 def over_replicas(of_experts: bool, mean: bool, group: ProcessGroup) -> tuple[ProcessGroup, Combination]:

@@ -60,8 +60,5 @@ def _ranks_of_a_model() -> int:
     if not parallel_state.model_parallel_is_initialized():
         return 1
     of_experts = parallel_state.get_expert_model_parallel_size() if any(map(is_of_experts, _of_models())) else 1
-    stages, of_tensors = (
-        parallel_state.get_pipeline_model_parallel_size(),
-        parallel_state.get_tensor_model_parallel_size(),
-    )
-    return stages * of_tensors * of_experts
+    stages = parallel_state.get_pipeline_model_parallel_size()
+    return stages * parallel_state.get_tensor_model_parallel_size() * of_experts

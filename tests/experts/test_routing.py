@@ -1,6 +1,7 @@
 """The balance of experts over ranks, and routing that is recorded and replayed, against one process."""
 
 import copy
+import io
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -101,9 +102,10 @@ def _replay(rank: int, pipeline: int, cases: list[tuple[str, str, int, bool]]) -
         with nxdpp.recorded_routing(wrapped) as others:
             wrapped.run_eval(**batches[replica])
         assert any(not torch.equal(others[0][key][0], routing[0][key][0]) for key in routing[0])
-        torch.save(routing, path := f"/dev/shm/routing-{name}-{rank}-{id(routing)}")
-        given = torch.load(path)
-        Path(path).unlink()
+        file = io.BytesIO()
+        torch.save(routing, file)
+        file.seek(0)
+        given = torch.load(file)
         with nxdpp.replayed_routing(wrapped, given), nxdpp.recorded_routing(wrapped) as again:
             evaluated, loss = wrapped.run_eval(**batches[replica]), wrapped.run_train(**batches[replica])
         assert all(torch.equal(again[1][key][0], routing[1][key][0]) for key in routing[1])
