@@ -48,8 +48,8 @@ def fully_shard(
     Each transformer layer is a unit, and so is the rest of each stage. Parameters become DTensors under their original
     names, with dimension 0 divided over the data-parallel ranks, or over ``data_parallel_shard_size`` of them. Any
     optimizer of torch that takes DTensors steps its rows. Experts of ``expert_parallelize`` are divided over the ranks
-    with the same experts. A model without values gets its initial weights here, a unit
-    at a time. Parameters without dimensions, and of tensor subclasses such as 4-bit weights, stay as they are.
+    with the same experts. A model without values gets its initial weights here, a unit at a time. Parameters without
+    dimensions, and of tensor subclasses such as 4-bit weights, stay as they are.
 
     Args:
         model: the wrapped model (``NxDPPModel``), or the model of ``initialize_parallel_model``.
