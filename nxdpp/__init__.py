@@ -27,6 +27,7 @@ Names::
     declare_optimizer              Tell what a step of optimizer_class looks at
     deferred_init                  Call constructor(*args, **kwargs) without memory for its parameters and buffers
     device_memory                  Return the bytes of memory of an accelerator
+    expert_parallelize             Divide the experts of model over the ranks of the expert group
     finalize_checkpoint            Wait until the save in flight is at its end
     fully_shard                    Keep of each parameter, gradient and optimizer state only this replica's rows
     gather_state_dict              Return the state dict of the whole model on rank 0
@@ -38,6 +39,8 @@ Names::
     load_pretrained                Load this rank's part of the Hugging Face directory into a wrapped model
     neuronx_distributed_config     Return the configuration of a training
     plan                           Return the layouts of a job with the shortest steps
+    recorded_routing               Record the experts that tokens choose in a block
+    replayed_routing               Give tokens in a block the experts of a record
     save_checkpoint                Save a training in path/tag, for any layout of ranks to load
     save_pretrained                Write a wrapped model to directory in the format of transformers
     tensor_parallelize             Divide the linear layers and embeddings of model over the tensor-parallel ranks
@@ -80,6 +83,7 @@ __all__ = [
     "declare_optimizer",
     "deferred_init",
     "device_memory",
+    "expert_parallelize",
     "finalize_checkpoint",
     "fully_shard",
     "gather_state_dict",
@@ -92,6 +96,8 @@ __all__ = [
     "neuronx_distributed_config",
     "parallel_state",
     "plan",
+    "recorded_routing",
+    "replayed_routing",
     "save_checkpoint",
     "save_pretrained",
     "tensor_parallelize",

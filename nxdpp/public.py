@@ -12,6 +12,9 @@ from nxdpp.doors.nxd.checkpoint import save_checkpoint as save_checkpoint
 from nxdpp.doors.nxd.config import neuronx_distributed_config as neuronx_distributed_config
 from nxdpp.doors.nxd.optimizer import initialize_parallel_optimizer as initialize_parallel_optimizer
 from nxdpp.doors.nxd.trainer import initialize_parallel_model as initialize_parallel_model
+from nxdpp.experts.parallelize import expert_parallelize as expert_parallelize
+from nxdpp.experts.replay import recorded_routing as recorded_routing
+from nxdpp.experts.replay import replayed_routing as replayed_routing
 from nxdpp.gradients.grad_scaler import GradScaler as GradScaler
 from nxdpp.gradients.optimizer.known_optimizers import declare_optimizer as declare_optimizer
 from nxdpp.initialization.deferred_init import deferred_init as deferred_init

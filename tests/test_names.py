@@ -25,6 +25,7 @@ INTERNAL = {
     "checkpoint",
     "devices",
     "doors",
+    "experts",
     "gradients",
     "ground",
     "initialization",

@@ -1,4 +1,4 @@
-"""Training of a byte-level Llama on real text, on one process or as a pipeline of several.
+"""Training of a byte-level Llama, or a Mixtral, on real text, on one process or as a pipeline of several.
 
     python examples/llama/train.py
     OMP_NUM_THREADS=1 torchrun --nproc-per-node 4 examples/llama/train.py
@@ -18,15 +18,14 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from transformers import LlamaConfig, LlamaForCausalLM
-from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
 import nxdpp
 from nxdpp import MetricsFile, NxDPPModel, parallel_state
 from nxdpp.optimizer import Zero1Optimizer
 
 # A resumed training has the same batches and rates if these flags are the same.
-SAME = ("config", "data", "steps", "batch_size", "seq_length", "learning_rate", "seed")
+SAME = ("config", "data", "steps", "batch_size", "seq_length", "learning_rate", "seed", "experts")
 
 
 def read_flags() -> Namespace:
@@ -47,6 +46,8 @@ def read_flags() -> Namespace:
     add("--resume", action="store_true", help="resume from the newest checkpoint, or start without one")
     add("--pipeline-parallel-size", type=int, help="ranks of a pipeline; without it all")
     add("--tensor-parallel-size", type=int, default=1, help="ranks that share each layer")
+    add("--experts", type=int, default=0, help="experts of each layer, two for each token: a Mixtral; 0 for none")
+    add("--expert-parallel-size", type=int, default=1, help="replicas that share the experts of each layer")
     add("--sequence-parallel", action="store_true", help="divide the activations between the layers too")
     add("--schedule", help="such as zb-h1, or a CSV file of actions; without it 1f1b, or interleaved")
     add("--virtual-pipeline-size", type=int, default=1, help="stages of each rank; 1 leaves it to the schedule")
@@ -74,28 +75,26 @@ def sequences(text: torch.Tensor, starts: torch.Tensor, length: int) -> torch.Te
 
 
 def make_model(flags: Namespace) -> NxDPPModel[Literal[True]]:
-    """Build the Llama, of which each rank keeps its own layers."""
+    """Build the Llama or the Mixtral, of which each rank keeps its own layers, and its experts."""
     small = LlamaConfig(
         vocab_size=256, hidden_size=256, intermediate_size=512, num_hidden_layers=8, num_attention_heads=4,
-        # About 1/sqrt(hidden_size): such a narrow model learns faster with it than with Llama's 0.02.
-        max_position_embeddings=1024, initializer_range=0.04, bos_token_id=0, eos_token_id=0,
+        max_position_embeddings=1024, bos_token_id=0, eos_token_id=0, initializer_range=0.04,  # 1/sqrt(hidden_size)
     )  # fmt: skip
-    config = LlamaConfig.from_json_file(flags.config) if flags.config else small
+    config: Any = LlamaConfig.from_json_file(flags.config) if flags.config else small
+    kind = MixtralForCausalLM if flags.experts else LlamaForCausalLM
+    if flags.experts:
+        config = MixtralConfig(**config.to_dict() | {"model_type": "mixtral", "num_local_experts": flags.experts})
     torch.manual_seed(flags.seed)
-    # nxdpp: no memory yet; the weights will be as LlamaForCausalLM(config) draws them.
-    whole = nxdpp.deferred_init(LlamaForCausalLM, config)
-    # nxdpp: each rank keeps its own layers, and of each layer its part.
+    # nxdpp: no memory yet; the weights will be as kind(config) draws them.
+    whole = nxdpp.deferred_init(kind, config)
+    # nxdpp: each rank keeps its own layers, and of each layer its experts and its part of the rest.
+    whole = nxdpp.expert_parallelize(whole) if flags.experts else whole
     model = NxDPPModel(
         nxdpp.tensor_parallelize(whole, sequence_parallel=flags.sequence_parallel),
-        transformer_layer_cls=LlamaDecoderLayer,
-        num_microbatches=flags.num_microbatches,
-        broadcast_and_average_loss=True,
-        loss_normalization="tokens",
-        use_zero1_optimizer=flags.zero1,
-        schedule=flags.schedule,
-        virtual_pipeline_size=flags.virtual_pipeline_size,
-        trace_file_path=flags.trace,
-    )
+        num_microbatches=flags.num_microbatches, schedule=flags.schedule, trace_file_path=flags.trace,
+        virtual_pipeline_size=flags.virtual_pipeline_size, use_zero1_optimizer=flags.zero1,
+        broadcast_and_average_loss=True, loss_normalization="tokens",
+    )  # fmt: skip
     if flags.shard:
         nxdpp.fully_shard(model)
     model.move_model_to_device()
@@ -128,7 +127,7 @@ def say(line: str) -> None:
 
 def print_sample(folder: Path, held_out: torch.Tensor) -> None:
     """Load the trained model with transformers, and let it continue the start of the held-out text."""
-    model: Any = LlamaForCausalLM.from_pretrained(folder)  # transformers types generate() for another class
+    model: Any = AutoModelForCausalLM.from_pretrained(folder)  # transformers types generate() for another class
     ids = held_out[None, :48].long()
     (ids,) = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=True, temperature=0.7, max_length=256)
     print(f"a sample from {folder}:", bytes(ids.tolist()).decode(errors="replace"), sep="\n")
@@ -185,11 +184,12 @@ def train(flags: Namespace) -> None:
 def main() -> None:
     """Start the process groups, and train."""
     flags = read_flags()
-    pipeline = int(os.environ.get("WORLD_SIZE", "1")) // flags.tensor_parallel_size
+    pipeline = int(os.environ.get("WORLD_SIZE", "1")) // (flags.tensor_parallel_size * flags.expert_parallel_size)
     # nxdpp: the ranks of a pipeline, and those that share each layer; further processes are replicas.
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=flags.tensor_parallel_size,
         pipeline_model_parallel_size=flags.pipeline_parallel_size or pipeline,
+        expert_model_parallel_size=flags.expert_parallel_size,
         device=flags.device,
     )
     train(flags)

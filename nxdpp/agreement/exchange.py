@@ -97,8 +97,8 @@ def _difference(name: str, settings: list[str], details: list[str], group: dist.
     if first_name != second_name and first_lines[0] == second_lines[0]:
         return (
             f"{first} is in {first_call} ({first_name}), and {second} in {second_call} ({second_name}). Make the same "
-            f"calls in every data-parallel replica. A run_eval is such a call with loss_normalization='tokens' and "
-            f"with broadcast_and_average_loss=True."
+            f"calls in every data-parallel replica. A run_eval is such a call with loss_normalization='tokens', with "
+            f"broadcast_and_average_loss=True and with experts over ranks."
         )
     # Settings come first: they decide which details a step has.
     kind = 0 if first_lines[0] != second_lines[0] else 1

@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed import ProcessGroup
 
 from nxdpp.gradients import buckets
+from nxdpp.gradients.expert_parameters import is_of_experts, over_replicas
 from nxdpp.gradients.gradient_dtype import dense, gradient_dtype, zero_gradient
 from nxdpp.ranks import parallel_state
 from nxdpp.ranks.faults import failure_watch
@@ -39,7 +40,7 @@ def average_gradients(
     All ranks must give the same parameters in the same order. Parameters without ``requires_grad`` are skipped. A
     gradient that is ``None`` on some ranks counts as zeros there. One that is ``None`` on all ranks stays ``None``. A
     bucket holds gradients of one dtype and device, up to 25 MiB, or a single larger gradient. Sums are in the
-    gradients' dtype.
+    gradients' dtype. Gradients of experts are summed over the ranks with the same experts (``expert_parameters``).
 
     ``notes``, numbers of 32 bits, are sent in the first message. ``check`` gets the largest of all ranks, and may raise
     before a gradient is sent.
@@ -52,8 +53,12 @@ def average_gradients(
     largest = largest_flags(trained, control, notes)
     if check is not None:
         check(largest[: len(notes)])
-    gradients = gradients_of_any_rank(trained, largest[len(notes) :])
-    combine(buckets.cut(gradients), group, buckets.Combination.over(group, mean))
+    anywhere = dict(zip(trained, largest[len(notes) :], strict=True))
+    for of_experts in (False, True):
+        alike = [each for each in trained if is_of_experts(each) is of_experts]
+        if alike:
+            gradients = gradients_of_any_rank(alike, [anywhere[each] for each in alike])
+            combine(buckets.cut(gradients), *over_replicas(of_experts, mean, group))
 
 
 def reduce_gradients(
@@ -82,12 +87,17 @@ def reduce_gradients(
         bucket_bytes: largest size of a bucket, unless a single gradient is larger.
 
     Raises:
-        ValueError: for sparse gradients, and for ``bucket_bytes`` below 1.
+        ValueError: for sparse gradients, for experts over ranks, and for ``bucket_bytes`` below 1.
         RuntimeError: for different parameters or a different ``mean`` on some ranks, before anything is changed.
     """
     if bucket_bytes < 1:
         raise ValueError(f"bucket_bytes must be at least 1, not {bucket_bytes}: the default is {buckets.BUCKET_BYTES}.")
     trained = list({id(each): each for each in parameters if each.requires_grad}.values())
+    if any(map(is_of_experts, trained)):
+        raise ValueError(
+            "reduce_gradients sums over one group, and expert_parallelize has given each rank of an expert group "
+            "experts of its own: wrap the model, whose run_train averages the gradients."
+        )
     if dist.get_world_size(group) == 1 and not before and not after:
         return
     with failure_watch.reported():
@@ -110,15 +120,20 @@ def bucket_allreduce_gradients(grads_list: Sequence[torch.Tensor], reduce_over_e
 
     Args:
         grads_list: dense tensors. One that is given twice is averaged once.
-        reduce_over_ep_group: ``False``; there is no expert parallelism.
+        reduce_over_ep_group: ``False``. Tensors do not tell which are of experts, so nothing is averaged where several
+            ranks share experts.
 
     Raises:
-        ValueError: for ``reduce_over_ep_group=True`` and for sparse tensors.
+        ValueError: for ``reduce_over_ep_group=True``, for expert parallelism and for sparse tensors.
         TypeError: for something other than a tensor.
         RuntimeError: for different shapes or dtypes on some ranks, before anything is changed.
     """
-    if reduce_over_ep_group:
-        raise ValueError("reduce_over_ep_group=True is not supported: there is no expert parallelism.")
+    if reduce_over_ep_group or parallel_state.get_expert_model_parallel_size() > 1:
+        raise ValueError(
+            f"bucket_allreduce_gradients does not know which gradients are of experts (reduce_over_ep_group="
+            f"{reduce_over_ep_group}, expert_model_parallel_size={parallel_state.get_expert_model_parallel_size()}): "
+            f"wrap the model, whose run_train averages them."
+        )
     for gradient in grads_list:
         if not isinstance(gradient, torch.Tensor):
             raise TypeError(f"grads_list has {gradient!r:.80} in it: leave out parameters without a gradient.")

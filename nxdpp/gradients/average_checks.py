@@ -11,6 +11,7 @@ from nxdpp.agreement.comparison import unequal
 from nxdpp.agreement.exchange import check_replicas
 from nxdpp.agreement.same_values import sample
 from nxdpp.counted import counted
+from nxdpp.gradients.expert_parameters import is_of_experts
 from nxdpp.gradients.step_hooks import run_after_steps, run_before_steps
 from nxdpp.ranks import parallel_state
 from nxdpp.ranks.faults import failure_watch
@@ -82,7 +83,9 @@ class ReplicaStepCheck:
         return [sample(parameter).hex() for parameter in self._compared(optimizer)]
 
     def _compared(self, optimizer: Optimizer) -> list[nn.Parameter]:
-        stepped = [p for group in optimizer.param_groups for p in group["params"] if not self._is_averaged.get(p)]
+        # Routers and other layers tell of experts, which each rank of an expert group has of its own.
+        groups = optimizer.param_groups
+        stepped = [p for g in groups for p in g["params"] if not self._is_averaged.get(p) and not is_of_experts(p)]
         ours = any(p in self._is_averaged or getattr(p, "tensor_model_parallel", False) for p in stepped)
         return stepped if ours else []
 
@@ -119,7 +122,9 @@ def _check_left_out_averages(parameters: Mapping[str, nn.Parameter], source: Cal
         if known is None or known.is_averaged:
             return
         stepped = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        held = [f"values of {names[p]}: {sample(p).hex()}" for p in stepped if p in names]
+        # The routers and the other layers tell of experts too, which each rank of an expert group has of its own.
+        told = [each for each in stepped if each in names and not is_of_experts(each)]
+        held = [f"values of {names[p]}: {sample(p).hex()}" for p in told]
         if not held:
             return
         try:

@@ -8,6 +8,7 @@ from typing import NamedTuple
 from torch import nn
 
 from nxdpp.gradients.buckets import cut
+from nxdpp.gradients.expert_parameters import is_of_experts
 
 NO_STAGE = -1
 
@@ -38,7 +39,8 @@ class AveragePlan:
             places[number.get(self.stage_of.get(id(parameter), NO_STAGE), -1)].append(parameter)
         # Parameters that are held back wait for no others, and no others wait for them.
         parts = [[parameter for place in places[:-1] for parameter in reversed(place)], places[-1]]
-        self.buckets = [bucket for part in parts for bucket in cut(p for p in part if id(p) in expected)]
+        chosen = [[each for each in part if id(each) in expected] for part in parts]
+        self.buckets = [bucket for part in chosen for bucket in cut(part, kind_of=is_of_experts)]
         index = {id(parameter): place for place, parameter in enumerate(trained)}
         text = [[(index[id(p)], p.numel(), str(p.dtype)) for p in bucket] for bucket in self.buckets]
         every = [index[id(p)] for part in parts for p in part]

@@ -109,17 +109,19 @@ class SentBucket:
         self.take(self.flat)
 
 
-def cut(tensors: Iterable[T], limit: int | None = None) -> Iterator[list[T]]:
-    """Give buckets of one dtype and device with at most ``limit`` bytes, the first full one first.
+def cut(
+    tensors: Iterable[T], limit: int | None = None, kind_of: Callable[[T], object] = lambda _: None
+) -> Iterator[list[T]]:
+    """Give buckets of one dtype, device and ``kind_of`` with at most ``limit`` bytes, the first full one first.
 
     ``limit`` is 25 MiB by default. A larger tensor has a bucket of its own. Buckets are the same on all ranks that give
     tensors of the same shapes in the same order.
     """
     limit = BUCKET_BYTES if limit is None else limit
-    filling: dict[tuple[torch.dtype, torch.device], list[T]] = {}
-    filled: dict[tuple[torch.dtype, torch.device], int] = {}
+    filling: dict[tuple[object, ...], list[T]] = {}
+    filled: dict[tuple[object, ...], int] = {}
     for tensor in tensors:
-        kind = (tensor.dtype, tensor.device)
+        kind = (tensor.dtype, tensor.device, kind_of(tensor))
         bucket = filling.setdefault(kind, [])
         if bucket and filled[kind] + tensor.nbytes > limit:
             yield bucket

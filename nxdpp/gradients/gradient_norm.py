@@ -7,9 +7,11 @@ A gradient that several ranks have counts once. ``counted_share`` gives the shar
     split over them (tensor_model_parallel)      1    1
     tied over pipeline ranks (shared)                                   1    0
     rows of it (fully_shard)                     1 on each rank of a shard group
+    experts of it (expert_parallelize)           1 on each rank of an expert group
 
 Data-parallel replicas have equal gradients once these are averaged, so the norm of one replica is the model's norm.
-With ``fully_shard`` the norm is collective over the ranks of a shard group too.
+With ``fully_shard`` the norm is collective over the ranks of a shard group too, and with experts over ranks over all
+replicas: of a gradient that several of them have each adds its share.
 """
 
 import math
@@ -21,6 +23,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import ProcessGroup
 
+from nxdpp.gradients.expert_parameters import is_of_experts
 from nxdpp.gradients.gradient_dtype import dense
 from nxdpp.gradients.shards.local_tensors import LocalGradient, is_sharded, local_rows
 from nxdpp.ranks import parallel_state
@@ -133,14 +136,23 @@ def _norm_of(
     gradients = [local_rows(dense(each.grad, each, "clipped")) for each in trained if each.grad is not None]
     shares = [counted_share(each) for each in trained]
     groups = [parallel_state.get_model_parallel_group()]
-    if parallel_state.has_shards():
-        # Each rank of a shard group has other rows of a sharded gradient, and all of any other gradient.
-        ranks = parallel_state.get_shard_mesh().get_group(-1)
-        copies = dist.get_world_size(ranks)
-        shares = [share if is_sharded(p) else share / copies for share, p in zip(shares, trained, strict=True)]
+    with_experts = parallel_state.get_expert_model_parallel_size() > 1
+    if with_experts or parallel_state.has_shards():
+        # Each rank has other rows of a sharded gradient, its copy of experts, and all of any other gradient.
+        whole = parallel_state.get_data_parallel_group()
+        ranks = whole if with_experts else parallel_state.get_shard_mesh().get_group(-1)
+        shares = [share / _copies(each, ranks) for share, each in zip(shares, trained, strict=True)]
         groups.append(ranks)
     with board.call(caller), failure_watch.reported():
         return total_norm(gradients, shares, order, groups, dtype)
+
+
+def _copies(parameter: torch.Tensor, ranks: ProcessGroup) -> int:
+    """Return how many of ``ranks`` have the same gradient of ``parameter``."""
+    if is_sharded(parameter):
+        return 1
+    of_experts = is_of_experts(parameter)
+    return parallel_state.get_expert_data_parallel_size() if of_experts else dist.get_world_size(ranks)
 
 
 def counted_share(parameter: torch.Tensor) -> float:

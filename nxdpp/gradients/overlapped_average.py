@@ -22,6 +22,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -31,9 +32,10 @@ from torch.distributed import ProcessGroup
 from torch.utils.hooks import RemovableHandle
 
 from nxdpp.devices.kinds import device_of, has_own_memory
-from nxdpp.gradients.average import combine, gradients_of_any_rank, largest_flags, start
+from nxdpp.gradients.average import gradients_of_any_rank, largest_flags, start
 from nxdpp.gradients.average_plan import NO_STAGE, AveragePlan, LastBackward
-from nxdpp.gradients.buckets import Combination, FlatMemory, SentBucket, cut
+from nxdpp.gradients.buckets import FlatMemory, SentBucket, cut, send_all
+from nxdpp.gradients.expert_parameters import is_of_experts, over_replicas
 from nxdpp.gradients.gradient_dtype import dense, zero_gradient
 from nxdpp.ranks.faults.board import board
 
@@ -80,7 +82,7 @@ class OverlappedAverage:
     def __init__(self, group: ProcessGroup, control: ProcessGroup, mean: bool = True) -> None:
         self.report = AverageReport(0, 0, 0.0)
         self._group, self._control = group, control
-        self._combination = Combination.over(group, mean)
+        self._mean = mean
         # Parameters that had a gradient on any replica in the step before, by id.
         self._expected: set[int] = set()
         self._trained: list[nn.Parameter] = []
@@ -181,12 +183,20 @@ class OverlappedAverage:
             for parameter, gradient in zip(bucket.parameters, bucket.gradients, strict=True):
                 if parameter.grad is None and id(parameter) in self._expected:
                     parameter.grad = gradient
-        combine(self._unsent(sent_ids), self._group, self._combination)
+        with torch.no_grad():
+            send_all(partial(self._start, *bucket) for bucket in self._unsent(sent_ids))
         sent_bytes = sum(p.grad.nbytes for p in self._trained if p.grad is not None)
         self.report = AverageReport(sent_bytes, early, time.perf_counter() - began)
         self.abandon()
 
-    def _unsent(self, sent_ids: set[int]) -> Iterator[list[torch.Tensor]]:
+    def _start(
+        self, parameters: list[nn.Parameter], gradients: list[torch.Tensor], in_place: bool = True, kept: bool = False
+    ) -> SentBucket:
+        """Start the average of ``gradients``, those of ``parameters``; with ``kept`` in memory of the average."""
+        group, combination = over_replicas(is_of_experts(parameters[0]), self._mean, self._group)
+        return start(gradients, group, combination, in_place, self._memory.take if kept else None)
+
+    def _unsent(self, sent_ids: set[int]) -> Iterator[tuple[list[nn.Parameter], list[torch.Tensor]]]:
         """Gradients that were not expected, in the buckets of the next step: a ring sums each place in its own order.
 
         So the first step after the load of a checkpoint gives the values that it has without a load.
@@ -194,14 +204,15 @@ class OverlappedAverage:
         assert self._plan is not None
         if not self._has_order:
             expected = [parameter for parameter in self._trained if id(parameter) in self._expected]
-            yield from cut(gradients_of_any_rank(expected, [1] * len(expected)))
+            for bucket in cut(expected, kind_of=is_of_experts):
+                yield bucket, gradients_of_any_rank(bucket, [1] * len(bucket))
             return
         if self._expected != self._plan.expected:
             self._plan = AveragePlan(self._trained, self._plan.last, self._plan.held_back, self._expected)
         for bucket in self._plan.buckets:
             unsent = [parameter for parameter in bucket if id(parameter) not in sent_ids]
             if unsent:
-                yield gradients_of_any_rank(unsent, [1] * len(unsent))
+                yield unsent, gradients_of_any_rank(unsent, [1] * len(unsent))
 
     def forget(self) -> None:
         """Forget the parameters, which may have been replaced: the next step sends nothing early."""
@@ -257,7 +268,7 @@ class OverlappedAverage:
             # A view may share its memory with a gradient on its way through the graph.
             in_place = self._stage == NO_STAGE or has_own_memory(gradients[0])
             bucket.gradients = gradients
-            bucket.sent = start(gradients, self._group, self._combination, in_place, self._memory.take)
+            bucket.sent = self._start(bucket.parameters, gradients, in_place, kept=True)
         self._in_flight.append(bucket.sent)
         if self._stages_left:
             self._early_bytes += sum(gradient.nbytes for gradient in gradients)

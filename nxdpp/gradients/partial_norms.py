@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from nxdpp.counted import counted
+from nxdpp.gradients.expert_parameters import is_of_experts
 from nxdpp.gradients.optimizer.partial_steps import Parameters
 from nxdpp.ground.torch_names import GROUP_GRADIENTS
 from nxdpp.ranks import parallel_state
@@ -44,7 +45,9 @@ def refuse_partial_norms(of_models: Parameters) -> None:
 def _check(gradients: Sequence[torch.Tensor]) -> None:
     if not parallel_state.model_parallel_is_initialized():
         return
-    ranks = parallel_state.get_pipeline_model_parallel_size() * parallel_state.get_tensor_model_parallel_size()
+    of_experts = parallel_state.get_expert_model_parallel_size() if any(map(is_of_experts, _of_models())) else 1
+    stages = parallel_state.get_pipeline_model_parallel_size()
+    ranks = stages * parallel_state.get_tensor_model_parallel_size() * of_experts
     if ranks == 1:
         return
     measured = set(map(id, gradients))

@@ -26,6 +26,7 @@ from nxdpp.counted import counted
 from nxdpp.gradients.average import average_gradients
 from nxdpp.gradients.average_checks import replica_step_check
 from nxdpp.gradients.average_plan import LastBackward
+from nxdpp.gradients.expert_parameters import is_of_experts
 from nxdpp.gradients.optimizer_agreement import OptimizerAgreement, refuse_other_rounds
 from nxdpp.gradients.overlapped_average import AverageReport, OverlappedAverage
 from nxdpp.gradients.shards.local_tensors import is_of_shards, is_sharded, local_rows
@@ -90,7 +91,7 @@ class ReplicaGradients:
         self._is_summed = False
         self._part = part
         self._module = part.module
-        self._exchanges = exchanges
+        self.exchanges = exchanges
         self.is_averaged = True
         self._numbers = itertools.count(1)
         self._changed = False
@@ -117,7 +118,7 @@ class ReplicaGradients:
                 replica_step_check.of_pipeline(self._module.parameters(), is_averaged=True)
                 self._compare(self._part.compared.lines())
                 if self._replicas > 1:
-                    self._exchanges.begin("comparison of batches")
+                    self.exchanges.begin("comparison of batches")
                     with failure_watch.reported():
                         warn_of_equal_batches(hashes)
             else:
@@ -129,7 +130,7 @@ class ReplicaGradients:
 
     def is_in_any(self, name: str, value: bool) -> bool:
         """Return whether ``value`` is true in one of the replicas; collective over them, in the exchange ``name``."""
-        return any(map(any, self._exchanges.gathered(name, [value])))
+        return any(map(any, self.exchanges.gathered(name, [value])))
 
     def average(self) -> None:
         """Average ``.grad`` over the replicas; collective over them.
@@ -147,7 +148,7 @@ class ReplicaGradients:
             self._refuse_frozen()
         group, control = parallel_state.get_data_parallel_group(), parallel_state.get_data_parallel_control_group()
         number = board.training_steps()
-        self._exchanges.begin("average of gradients", self._trained_names())
+        self.exchanges.begin("average of gradients", self._trained_names())
         notes = [number, -number, *self._rounds(), self._changed]
         average_gradients(self._replicated(), group, control, notes, self._check_of(number), self._mean)
         self.is_averaged = self._is_summed = True
@@ -233,7 +234,7 @@ class ReplicaGradients:
 
         def start(order: int) -> Callable[[], bool]:
             notes = [number, -number, *self._rounds(), int(self._changed), order, -order]
-            end = self._exchanges.start("average of gradients during a step", [*modes, *self._trained_names()], notes)
+            end = self.exchanges.start("average of gradients during a step", [*modes, *self._trained_names()], notes)
 
             def agree() -> bool:
                 *largest, last_order, negative_first = end()
@@ -320,30 +321,38 @@ class ReplicaGradients:
     def _compare(self, lines: Sequence[str] = (), remedy: str = SAME_MODEL) -> None:
         if self._replicas == 1:
             return
-        self._exchanges.begin("comparison of parameters")
+        self.exchanges.begin("comparison of parameters")
         # Within a step some are whole, and a hash would fix their memory.
         named = list(self._module.named_parameters())
         parameters = [(name, each) for name, each in named if not is_of_shards(each)]
         sharded = {name: each for name, each in named if is_sharded(each.data)}
         with failure_watch.reported():
             facts = [*lines, *parameter_lines(parameters)]
-            check_replica_values(parameters, self._part.initial.origin, self._part.compared.seed, facts, remedy)
+            alike, experts = ([(n, p) for n, p in parameters if is_of_experts(p) is kind] for kind in (False, True))
+            check_replica_values(alike, self._part.initial.origin, self._part.compared.seed, facts, remedy)
             self._compare_rows(sharded, remedy)
+            if experts:
+                self._compare_parts(
+                    "comparison of experts", parallel_state.get_expert_model_parallel_rank(), experts, remedy
+                )
 
     def _compare_rows(self, sharded: Mapping[str, nn.Parameter], remedy: str) -> None:
         """Compare a sample of the rows of each sharded parameter with other replicas that have the same rows."""
         mesh = parallel_state.get_shard_mesh() if sharded else None
         if mesh is None or mesh.ndim == 1:
             return
-        own = digest("".join(f"{name} {sample(local_rows(each)).hex()}" for name, each in sharded.items()).encode())
-        values = [mesh.get_local_rank(-1), int.from_bytes(own, "little") >> 12]
-        found = self._exchanges.gathered("comparison of the rows of shards", values)
-        first: dict[float, float] = {}
-        different = [
-            replica for replica, (rows, number) in enumerate(found) if number != first.setdefault(rows, number)
-        ]
-        if different:
-            raise RuntimeError(
-                f"data-parallel rank {different[0]} has different rows of {counted(len(sharded), 'sharded parameter')} "
-                f"than the first replica of shards. {remedy}"
-            )
+        rows = [(name, local_rows(each)) for name, each in sharded.items()]
+        self._compare_parts("comparison of the rows of shards", mesh.get_local_rank(-1), rows, remedy)
+
+    def _compare_parts(self, exchange: str, place: int, parts: Sequence[tuple[str, torch.Tensor]], remedy: str) -> None:
+        """Compare a sample of ``parts`` of parameters, those at ``place``, with other replicas that have these too."""
+        own = digest("".join(f"{name} {sample(each).hex()}" for name, each in parts if not each.is_meta).encode())
+        found = self.exchanges.gathered(exchange, [place, int.from_bytes(own, "little") >> 12])
+        first: dict[float, tuple[int, float]] = {}
+        for replica, (there, number) in enumerate(found):
+            earlier, expected = first.setdefault(there, (replica, number))
+            if number != expected:
+                raise RuntimeError(
+                    f"data-parallel rank {replica} has other values than data-parallel rank {earlier} in the parts "
+                    f"that both have of {counted(len(parts), 'parameter')} ({exchange}). {remedy}"
+                )

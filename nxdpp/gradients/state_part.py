@@ -22,6 +22,7 @@ import torch
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
+from nxdpp.gradients.expert_parameters import is_of_experts
 from nxdpp.gradients.shards.local_tensors import is_sharded
 from nxdpp.ranks import parallel_state
 
@@ -93,7 +94,8 @@ def is_divided(parameters: Iterable[torch.Tensor]) -> bool:
         return True
     tensor_ranks = parallel_state.get_tensor_model_parallel_size()
     return any(
-        is_sharded(each) or (tensor_ranks > 1 and getattr(each, "tensor_model_parallel", False)) for each in parameters
+        is_sharded(each) or is_of_experts(each) or (tensor_ranks > 1 and getattr(each, "tensor_model_parallel", False))
+        for each in parameters
     )
 
 

@@ -92,6 +92,14 @@ def is_checkpointed(module: nn.Module) -> bool:
     return _checkpointed_call(module) is not None
 
 
+def forward_within(module: nn.Module, change: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Callable[..., Any]:
+    """Return ``change`` of the forward of ``module``, which a checkpointed module computes again too."""
+    forward = module.forward
+    if isinstance(forward, functools.partial) and forward.func is _recomputed:
+        return functools.partial(_recomputed, change(forward.args[0]), *forward.args[1:])
+    return change(forward)
+
+
 def compile_checkpointed(name: str, module: nn.Module, options: dict[str, Any]) -> None:
     """Compile ``module`` in place by ``torch.compile``'s ``options``. It stays checkpointed where it was."""
     was_checkpointed = is_checkpointed(module)

@@ -15,6 +15,7 @@ import torch
 from torch import fx, nn
 from typing_extensions import TypeVar
 
+from nxdpp.gradients.expert_parameters import is_of_experts
 from nxdpp.gradients.grad_scaler import GradScaler, check_grad_scaler
 from nxdpp.initialization.initialisers import check_param_init_fn
 from nxdpp.pipeline import arguments
@@ -155,8 +156,26 @@ class PipelineConfig(Settings[bool, bool]):
                 f"partition='profiled' measures layers on one rank, and layers that are divided over {ranks} "
                 f"tensor-parallel ranks do not run there alone. Use partition='balanced'."
             )
+        if any(map(is_of_experts, module.parameters())):
+            self._check_with_experts()
         if self.partition_batch is not None:
             self.check_input_names(list(self.partition_batch), "partition_batch")
+
+    def _check_with_experts(self) -> None:
+        """Raise ``ValueError`` for settings that take a rank for a whole replica; its experts are on several ranks."""
+        refused = {
+            f"check_against_module={self.check_against_module!r}, which runs the whole model on each rank": (
+                self.check_against_module is not None
+            ),
+            "partition='profiled', which runs layers on one rank": self.partition == "profiled",
+        }
+        ranks = parallel_state.get_expert_model_parallel_size()
+        for what, is_set in refused.items():
+            if is_set:
+                raise ValueError(
+                    f"expert_parallelize has divided the experts over {ranks} ranks, and does not go with {what}: "
+                    f"leave it out, or train with expert_model_parallel_size=1."
+                )
 
     def agreed_by_replicas(self, number: int) -> dict[str, Any]:
         """Return what data-parallel replicas must have alike; ``number`` counts the wrapped models of this process."""

@@ -16,6 +16,7 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
 from nxdpp.devices.kinds import device_of
+from nxdpp.gradients.expert_parameters import is_of_experts
 from nxdpp.gradients.held_hooks import count_hooks
 from nxdpp.gradients.replaced_parameters import check_no_optimizer_holds, watch_replaced
 from nxdpp.gradients.shards.each_microbatch import EachMicrobatch
@@ -46,8 +47,9 @@ def fully_shard(
 
     Each transformer layer is a unit, and so is the rest of each stage. Parameters become DTensors under their original
     names, with dimension 0 divided over the data-parallel ranks, or over ``data_parallel_shard_size`` of them. Any
-    optimizer of torch that takes DTensors steps its rows. A model without values gets its initial weights here, a unit
-    at a time. Parameters without dimensions, and of tensor subclasses such as 4-bit weights, stay as they are.
+    optimizer of torch that takes DTensors steps its rows. Experts of ``expert_parallelize`` are divided over the ranks
+    with the same experts. A model without values gets its initial weights here, a unit at a time. Parameters without
+    dimensions, and of tensor subclasses such as 4-bit weights, stay as they are.
 
     Args:
         model: the wrapped model (``NxDPPModel``), or the model of ``initialize_parallel_model``.
@@ -139,18 +141,21 @@ class _Sharding:
         return (EachMicrobatch if resharding else OnceAStep)(stages_shards, self._steps.exchanges, watch, self._tree)
 
     def _units(self, place: str | tuple[int, ...], names: Sequence[str]) -> list[ShardedUnit]:
-        """Shard the parameters ``names``: a unit for each dtype."""
+        """Shard the parameters ``names``: a unit for each dtype, and one for experts that ranks share."""
         named = [(name, self._tree.get_parameter(name)) for name in names]
         values = self._with_values([parameter for _, parameter in named])
         what = place if isinstance(place, str) else f"the rest of stage {' and '.join(map(str, place))}"
-        alike: dict[torch.dtype, list[nn.Parameter]] = {}
+        alike: dict[tuple[torch.dtype, bool], list[nn.Parameter]] = {}
         for parameter in values:
-            alike.setdefault(parameter.dtype, []).append(parameter)
+            alike.setdefault((parameter.dtype, is_of_experts(parameter)), []).append(parameter)
         mean = self._steps.config.gradient_reduction == "mean"
-        trees, shared = [self._tree, self._root], (self._mesh_info, self._device)
+        trees = [self._tree, self._root]
         made = []
-        for own in alike.values():
-            unit = ShardedUnit(what, own, trees, *shared, self._streams, *self._policies, mean)
+        for (_, of_experts), own in alike.items():
+            ranks = FSDP_MESH(parallel_state.get_expert_shard_mesh(), 0) if of_experts else self._mesh_info
+            # Gradients of experts are the mean over the ranks of an expert group already.
+            scale = 1 if mean or not of_experts else parallel_state.get_expert_model_parallel_size()
+            unit = ShardedUnit(what, own, trees, ranks, self._device, self._streams, *self._policies, mean, scale)
             self._streams = unit.streams
             made.append(unit)
         watch_replaced(dict(named))
@@ -217,9 +222,13 @@ def _check_settings(model: NxDPPModel[bool, bool]) -> None:
     config = model.steps.config
     if model.part.shards is not None:
         raise RuntimeError("fully_shard was called for this model already: call it once.")
+    experts = any(map(is_of_experts, model.part.root.parameters()))
     excluded = {
         "use_zero1_optimizer=True (zero_one_enabled of NxD's trainer, and its models on one pipeline rank), with which "
         "the optimizer reduces gradients": config.use_zero1_optimizer,
+        "data_parallel_shard_size next to expert_parallelize, which has replicas of its own": (
+            experts and parallel_state.get_shard_mesh().ndim > 1
+        ),
         "check_against_module, which compares whole gradients": config.check_against_module is not None,
     }
     for what, is_set in excluded.items():

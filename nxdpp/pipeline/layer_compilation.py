@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from nxdpp.devices.kinds import device_of
+from nxdpp.gradients.expert_parameters import is_of_experts
 from nxdpp.ground.torch_names import DYNAMO_CONFIG, EFFECT, INDUCTOR_CONFIG, INDUCTOR_MODE, KEEP_ORDER
 from nxdpp.pipeline.activation_checkpoint import compile_checkpointed
 from nxdpp.pipeline.local.view import LocalView
@@ -66,8 +67,8 @@ def apply_compile(model: nn.Module, **options: Any) -> None:
     Raises:
         TypeError: for a ``model`` that is not wrapped, or a part of one.
         ValueError: for options that torch refuses, for CUDA graphs, for ``mode`` and ``options`` of a named backend
-            other than inductor, on XLA devices, and with tensor parallelism for modes that choose kernels by their
-            times such as ``max-autotune``. Nothing is changed then.
+            other than inductor, on XLA devices, for experts that ``expert_parallelize`` has divided, and with tensor
+            parallelism for modes that choose kernels by their times such as ``max-autotune``. Nothing is changed then.
     """
     wrapped = model if isinstance(model, LocalView) else getattr(model, "pipelined", None)
     if not isinstance(wrapped, LocalView):
@@ -81,6 +82,11 @@ def apply_compile(model: nn.Module, **options: Any) -> None:
     is_divided = parallel_state.get_tensor_model_parallel_size() > 1
     check_options(options, is_divided)
     modules = list(compiled_modules(wrapped.local_named_children()))
+    if any(is_of_experts(parameter) for _, module in modules for parameter in module.parameters()):
+        raise ValueError(
+            "expert_parallelize has divided the experts, whose messages have other sizes in each step, and compiled "
+            "layers were not compared: leave apply_compile out."
+        )
     if is_divided:
         # Not imported before: it imports transformers.
         from nxdpp.tensor.models.shared_inputs import forget_after_calls

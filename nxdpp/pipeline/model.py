@@ -21,6 +21,7 @@ from nxdpp.agreement.exchange import ReplicaExchanges
 from nxdpp.gradients.average_checks import check_optimizers
 
 # ``import nxdpp`` takes it from here.
+from nxdpp.gradients.expert_parameters import is_of_experts
 from nxdpp.gradients.grad_scaler import GradScaler as GradScaler
 from nxdpp.gradients.overlapped_average import AverageReport
 from nxdpp.ground.torch_names import MOVE
@@ -498,6 +499,17 @@ class NxDPPModel(_Constructor[OnEveryRank, PerMicrobatch], LocalView):
         return [] if self.steps.timer is None else self.steps.timer.action_times
 
     @property
+    def last_expert_balance(self) -> dict[str, Any]:
+        """Tokens that came to the experts of this rank in the last training step, for JSON; not collective.
+
+        A token counts once for each expert that it chooses. ``"experts"`` are the tokens of each expert, summed over
+        the layers of this rank, with 0 for experts of other ranks. ``"routing"`` has ``"largest_over_mean"``, the most
+        tokens of an expert of this rank over the mean of the experts of its layer, ``"largest"``, that layer and
+        expert, and ``"share"``, the part of all tokens that came to this rank. Empty without ``expert_parallelize``.
+        """
+        return self.steps.participants.told()
+
+    @property
     def last_compile_seconds(self) -> float:
         """Seconds of compilations of an XLA device, from the end of the step before to the end of the last step.
 
@@ -540,11 +552,19 @@ class NxDPPModel(_Constructor[OnEveryRank, PerMicrobatch], LocalView):
 
         Raises:
             ValueError, TypeError: for arguments that cannot be honoured, with the reason: caches and outputs of
-                other ranks' layers, and an assistant. Also what transformers raises, on all ranks.
+                other ranks' layers, and an assistant. Also what transformers raises, on all ranks. ``ValueError`` for
+                experts that ``expert_parallelize`` has divided.
             RuntimeError: for a model whose code above the layers needs values of another rank. The job ends.
         """
         from nxdpp.generation.generate import generate
 
+        if any(map(is_of_experts, self.original_module.parameters())):
+            raise ValueError(
+                f"expert_parallelize has divided the experts over "
+                f"{parallel_state.get_expert_model_parallel_size()} ranks, whose replicas would wait for each other's "
+                f"tokens in each forward of generate: save_pretrained(model, directory), and generate with "
+                f"expert_model_parallel_size=1."
+            )
         return generate(self, positional, num_microbatches, arguments)
 
     def gradient_checkpointing_enable(

@@ -8,10 +8,12 @@
     finish     after the last action
     abandon    the step has failed, before or after the ranks agreed
 
-A new idea that takes part in a step is a participant, or an action.
+A new idea that takes part in a step is a participant, or an action. A class of modules may bring one: the class that is
+its ``participant_of_steps``, called with the part, the replicas and lines that these have alike.
 """
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import fx
@@ -55,6 +57,7 @@ class Participants:
         replicas: ReplicaGradients,
         copies: TensorCopies,
         transport: Callable[[torch.device], Transport],
+        schedule: str,
     ) -> None:
         self.draws = Draws(part, replicas)
         self._replicas = replicas
@@ -71,8 +74,15 @@ class Participants:
             self.all += [Sums(ActionKind.SUM_SEQUENCE, gradients, gradients.add_up), Copies(copies, part)]
         if config.check_against_module is not None:
             self.all.append(Reference(part, partition.owners, config))
-        self.all += [Replicas(replicas, config.check_inputs != "never"), self.draws]
-        self.evaluating: list[Participant] = [self.draws]
+        facts = [f"schedule: {schedule}", f"cuts: {partition.cuts}"]
+        kinds = dict.fromkeys(getattr(type(each), "participant_of_steps", None) for each in part.root.modules())
+        brought: list[Participant] = [kind(part, replicas, facts) for kind in kinds if kind is not None]
+        self.all += [*brought, Replicas(replicas, config.check_inputs != "never"), self.draws]
+        self.evaluating: list[Participant] = [*brought, self.draws]
+
+    def told(self) -> dict[str, Any]:
+        """Return what metrics and the timeline have of this rank in the last training step, for JSON."""
+        return {name: value for each in self.evaluating for name, value in each.told().items()}
 
     def add_shards(self, shards: RankShards) -> None:
         """Add the units that this rank's parameters have become."""

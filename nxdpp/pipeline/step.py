@@ -139,6 +139,10 @@ class Participant:
     def abandon(self) -> None:
         """Undo what a step that has failed has left behind."""
 
+    def told(self) -> Mapping[str, Any]:
+        """Return what metrics and the timeline have of this rank in the last training step, for JSON."""
+        return {}
+
 
 class StepPreparation:
     """Preparation of the steps of one pipeline; not collective, but for the count of labels over replicas.

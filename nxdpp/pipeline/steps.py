@@ -67,6 +67,7 @@ class Steps:
         last_rank: rank of the last stage.
         local_stages: of this rank, in the order of the model.
         engines: run the programs.
+        participants: of the steps.
         replicas: the average of gradients over the data-parallel replicas.
         timer: of the last step; ``None`` before the first one.
         compile_seconds: in which this process compiled graphs, from the end of the step before to the end of the last.
@@ -91,7 +92,9 @@ class Steps:
         self.programs = programs
         self.replicas = ReplicaGradients(part, exchanges, config.gradient_reduction == "mean")
         self._copies = TensorCopies(part.module)
-        self._participants = Participants(config, partition, part, self.replicas, self._copies, self.engines.transport)
+        self.participants = Participants(
+            *(config, partition, part, self.replicas, self._copies, self.engines.transport, schedule.name)
+        )
         self._loss_dtypes: LastUsed[int, torch.dtype] = LastUsed()
         self._batches = Batches(part, config, normalization)
         self._preparation = StepPreparation(config, programs, normalization)
@@ -327,7 +330,7 @@ class Steps:
     ) -> Step:
         """Run a step that this rank has prepared, and return it."""
         step.device, step.train, step.average, step.last_rank = device, train, average, self.last_rank
-        participants = self._participants.all if train else self._participants.evaluating
+        participants = self.participants.all if train else self.participants.evaluating
         for each in participants:
             each.before(step)
         # Verify.
@@ -341,7 +344,7 @@ class Steps:
             each.after(step)
         # Run.
         timeline = self.engines.timeline
-        recorded = nullcontext() if timeline is None else timeline.step(device, train)
+        recorded = nullcontext() if timeline is None else timeline.step(device, train, self.participants.told)
         with failure_watch.reported(), recorded:
             step.values = step.engine.run(loss)
         if known is None:
@@ -374,7 +377,7 @@ class Steps:
         try:
             yield
         except BaseException as error:
-            for each in self._participants.all:
+            for each in self.participants.all:
                 each.abandon()
             if self._is_verified:
                 self.engines.forget()
@@ -405,7 +408,7 @@ class Steps:
         engine, digest = engines.get((kind, step.signature)) or (None, identity.digest)
         if self._verifier is None:
             self._verifier = StepVerifier(parallel_state.get_pipeline_control_group())
-        begun, draws, optimizers = board.begun, self._participants.draws, self.replicas.optimizers
+        begun, draws, optimizers = board.begun, self.participants.draws, self.replicas.optimizers
         number, is_new, leaves_average = begun["pipeline"], engine is None, step.train and self.replicas.is_left_out
         with failure_watch.reported():
             inputs = self._hasher.of_step(batch.compared, is_new)
@@ -425,7 +428,7 @@ class Steps:
 
     def shard(self, shards: RankShards) -> None:
         """Run ``shards``, which this rank's parameters have become, from the next step on; on all ranks."""
-        self._participants.add_shards(shards)
+        self.participants.add_shards(shards)
         self.part.shard(shards)
 
     def replace(self, replaced: Mapping[str, nn.Module]) -> None:

@@ -56,8 +56,20 @@ def get_context_model_parallel_group(as_list: bool = False) -> ProcessGroup | li
 
 @_overloaded
 def get_expert_model_parallel_group(as_list: bool = False) -> ProcessGroup | list[list[int]]:
-    """Group of the ranks that share the experts of a layer: only this rank."""
-    return _alone() if as_list else current_state.with_groups().own_group
+    """This rank's expert group; with ``as_list``, the global ranks of every expert group."""
+    if as_list:
+        return get_expert_model_parallel_replica_groups()
+    state = current_state.with_groups()
+    return state.expert_groups[0] if state.expert_groups else state.own_group
+
+
+@_overloaded
+def get_expert_data_parallel_group(as_list: bool = False) -> ProcessGroup | list[list[int]]:
+    """Group of the ranks with the same experts; with ``as_list``, the global ranks of every such group."""
+    if as_list:
+        return get_expert_data_parallel_replica_groups()
+    state = current_state.with_groups()
+    return state.expert_groups[1] if state.expert_groups else state.mesh.get_group("data")
 
 
 @_overloaded
@@ -95,8 +107,15 @@ def get_context_model_parallel_replica_groups() -> list[list[int]]:
 
 
 def get_expert_model_parallel_replica_groups() -> list[list[int]]:
-    """Global ranks of every group of ranks that share experts: each rank is one."""
-    return _alone()
+    """Global ranks of every expert group."""
+    state = current_state.initialized()
+    return state.rank_mesh.expert_groups(state.expert_size)
+
+
+def get_expert_data_parallel_replica_groups() -> list[list[int]]:
+    """Global ranks of every group of ranks with the same experts."""
+    state = current_state.initialized()
+    return state.rank_mesh.expert_data_groups(state.expert_size)
 
 
 def get_device_mesh() -> DeviceMesh:
@@ -111,6 +130,11 @@ def get_shard_mesh() -> DeviceMesh:
     the data group.
     """
     return current_state.with_groups().shard_mesh
+
+
+def get_expert_shard_mesh() -> DeviceMesh:
+    """Device mesh of the ranks that share the shards of this rank's experts: the ones with the same experts."""
+    return current_state.with_groups().expert_shard_mesh
 
 
 def has_shards() -> bool:
@@ -163,9 +187,6 @@ def local_device() -> torch.device:
 
 
 get_tensor_parallel_replica_groups = get_tensor_model_parallel_replica_groups
-# The replicas of an expert are the model's.
-get_expert_data_parallel_group = get_data_parallel_group
-get_expert_data_parallel_replica_groups = get_data_parallel_replica_groups
 
 
 def _groups(dimension: str) -> list[list[int]]:

@@ -28,7 +28,8 @@ class ProcessGroups:
     ``mesh`` has the shape (pipeline, data, tensor). ``control_groups`` are gloo groups over this rank's groups, by
     dimension. ``world`` is the default process group at the time of construction. ``started_world`` is ``True`` if
     nxdpp started ``torch.distributed``. The job ends after ``timeouts`` if no rank has moved. ``shard_size`` ranks of a
-    data group share a shard.
+    data group share a shard. ``expert_size`` of them share the experts of a layer; ``expert_groups`` are this rank's
+    groups of these ranks and of the ranks with the same experts, if there are several.
     """
 
     rank_mesh: RankMesh
@@ -41,6 +42,8 @@ class ProcessGroups:
     exchange: StoreExchange
     timeouts: Timeouts = NO_LIMITS
     shard_size: int = 1
+    expert_size: int = 1
+    expert_groups: tuple[ProcessGroup, ...] = ()
     _data_parts: dict[int, ProcessGroup] = field(default_factory=dict)
 
     def rank(self, dimension: str) -> int:
@@ -107,6 +110,11 @@ class ProcessGroups:
             [replicas, shard], data.device_type, mesh=ranks, mesh_dim_names=("replica", "shard")
         )
 
+    @cached_property
+    def expert_shard_mesh(self) -> DeviceMesh:
+        """Mesh of the ranks with the same experts."""
+        return DeviceMesh.from_group(self.expert_groups[1], self.mesh.device_type, mesh_dim_names=("shard",))
+
     def destroy(self) -> None:
         """Destroy the groups, or the whole world if nxdpp started it; collective over all ranks."""
         for link in self.transfer_groups.links.values():
@@ -122,6 +130,7 @@ class ProcessGroups:
             *self.control_groups.values(),
             *self.transfer_groups.all,
             *self._data_parts.values(),
+            *self.expert_groups,
             *(self.shard_mesh.get_all_groups() if self.has_shards else ()),
             *(vars(self)[name] for name in ("own_group", "model_group") if name in vars(self)),
         ]
@@ -137,6 +146,7 @@ def build_groups(
     store: Store,
     timeouts: Timeouts = NO_LIMITS,
     shard_size: int | None = None,
+    expert_size: int = 1,
 ) -> ProcessGroups:
     """Create the groups, on all ranks the same ones in the same order; collective over all ranks.
 
@@ -144,7 +154,7 @@ def build_groups(
     other versions of libraries.
     """
     check_same_versions(store)
-    _check_same_mesh(rank_mesh, shard_size, store)
+    _check_same_mesh(rank_mesh, shard_size, expert_size, store)
     world, limit = dist.group.WORLD, timeouts.of_operations
     assert world is not None
     backend = kind_of(device.type).backend
@@ -162,6 +172,9 @@ def build_groups(
     transfer_groups = build_transfer_groups(
         backend, rank_mesh.groups("pipeline"), mesh.get_group("pipeline"), device, store, limit
     )
+    # Of their own: messages of tokens and averages of gradients may be in flight at one time.
+    shared = (rank_mesh.expert_groups, rank_mesh.expert_data_groups) if expert_size > 1 else ()
+    expert_groups = tuple(own_group(groups_of(expert_size), None, limit) for groups_of in shared)
     _wait_for_all_ranks(dist.get_world_size(), store)
     exchange = StoreExchange(store, dist.get_rank(), dist.get_world_size())
     return ProcessGroups(
@@ -175,16 +188,19 @@ def build_groups(
         exchange,
         timeouts,
         shard_size or rank_mesh.data,
+        expert_size,
+        expert_groups,
     )
 
 
-def _check_same_mesh(rank_mesh: RankMesh, shard_size: int | None, store: Store) -> None:
+def _check_same_mesh(rank_mesh: RankMesh, shard_size: int | None, expert_size: int, store: Store) -> None:
     """Raise before a group is made: ranks would wait for each other in different groups."""
     values = {
         "tensor_model_parallel_size": rank_mesh.tensor,
         "pipeline_model_parallel_size": rank_mesh.pipeline,
         "order": rank_mesh.order,
         "data_parallel_shard_size": shard_size,
+        "expert_model_parallel_size": expert_size,
     }
     first, theirs, ours = _differences("nxdpp_mesh", [f"{name}={value}" for name, value in values.items()], store)
     if theirs:

@@ -31,9 +31,13 @@ def get_context_model_parallel_size() -> int:
 
 
 def get_expert_model_parallel_size() -> int:
-    """Number of ranks that share the experts of a layer: 1."""
-    current_state.initialized()
-    return 1
+    """Number of ranks in an expert group, which share the experts of each layer."""
+    return current_state.initialized().expert_size
+
+
+def get_expert_data_parallel_size() -> int:
+    """Number of ranks with the same experts, among the ranks of a data group."""
+    return get_data_parallel_size() // get_expert_model_parallel_size()
 
 
 def get_tensor_model_parallel_rank() -> int:
@@ -64,9 +68,13 @@ def get_context_model_parallel_src_tgt_pairs() -> list[tuple[int, int]]:
 
 
 def get_expert_model_parallel_rank() -> int:
-    """This rank's index among the ranks that share the experts of a layer: 0."""
-    current_state.initialized()
-    return 0
+    """This rank's index in its expert group; rank 0 has the first experts."""
+    return get_data_parallel_rank() % get_expert_model_parallel_size()
+
+
+def get_expert_data_parallel_rank() -> int:
+    """This rank's index among the ranks with the same experts."""
+    return get_data_parallel_rank() // get_expert_model_parallel_size()
 
 
 def get_tensor_model_parallel_src_rank() -> int:
@@ -126,9 +134,6 @@ def rmsg(msg: str) -> str:
 # The names in NxD's tensor-parallel guide.
 get_tensor_parallel_size = get_tensor_model_parallel_size
 get_data_parallel_world_size = get_data_parallel_size
-# Experts have as many replicas as the model.
-get_expert_data_parallel_size = get_data_parallel_size
-get_expert_data_parallel_rank = get_data_parallel_rank
 
 
 def _size(dimension: str) -> int:

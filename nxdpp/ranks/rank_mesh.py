@@ -7,6 +7,12 @@
     pipeline 1:  data 0: 4 5    data 1: 6 7             data 1:  pipeline 0: 4 5    pipeline 1: 6 7
 
 The last dimension of an order has neighbouring ranks.
+
+Expert parallelism divides the ranks of each data group again: consecutive ones share the experts of a layer. 8 ranks of
+one data group with expert size 2::
+
+    experts in two parts (expert groups)            [0 1] [2 3] [4 5] [6 7]
+    copies of one part (expert-data groups)         [0 2 4 6] [1 3 5 7]
 """
 
 from collections.abc import Sequence
@@ -51,6 +57,14 @@ class RankMesh:
         index = DIMENSIONS.index(dimension)
         groups: list[list[int]] = self.ranks.movedim(index, -1).reshape(-1, self.size(dimension)).tolist()
         return sorted(groups)
+
+    def expert_groups(self, size: int) -> list[list[int]]:
+        """Global ranks of every group of ``size`` consecutive data-parallel ranks, which share the experts."""
+        return sorted(data[first : first + size] for data in self.groups("data") for first in range(0, self.data, size))
+
+    def expert_data_groups(self, size: int) -> list[list[int]]:
+        """Global ranks of every group of data-parallel ranks with the same experts, which ``size`` ranks share."""
+        return sorted(data[index::size] for data in self.groups("data") for index in range(size))
 
     def models(self) -> list[list[int]]:
         """Global ranks of each replica, in ascending order: its pipeline ranks, and their tensor ranks."""

@@ -34,8 +34,6 @@ def _check_whole(name: str, size: object) -> None:
 _NOT_DIVIDED = {
     "context_parallel_size": "nxdpp does not split sequences over ranks. Give 1, and use the ranks for pipeline, "
     "tensor or data parallelism.",
-    "expert_model_parallel_size": "nxdpp does not split the experts of a layer over ranks. Give 1; a pipeline has the "
-    "experts of each layer on one stage.",
     "lnc_size": "logical cores are of Neuron devices. On a GPU or a CPU each rank has one device: give 1.",
 }
 """Arguments that may only be 1, and why."""
@@ -64,11 +62,33 @@ def checked_shard_size(size: int | None, replicas: int) -> int:
     return int(size)
 
 
+def checked_expert_size(size: int, replicas: int) -> int:
+    """Return ``expert_model_parallel_size``.
+
+    Raises ``ValueError`` for a size that does not divide the ``replicas``, ``TypeError`` for no whole number.
+    """
+    _check_whole("expert_model_parallel_size", size)
+    if size < 1 or replicas % size:
+        raise ValueError(
+            f"expert_model_parallel_size={size} must divide the {counted(replicas, 'data-parallel rank')}, which are "
+            f"the world / (tensor size * pipeline size): consecutive ones share the experts of each layer. Give a "
+            f"divisor, or start more processes."
+        )
+    return int(size)
+
+
 def check_same(
-    state: ProcessGroups, wanted: RankMesh, backend: str | None, device: str | None, timeouts: Timeouts, shard_size: int
+    state: ProcessGroups,
+    wanted: RankMesh,
+    backend: str | None,
+    device: str | None,
+    timeouts: Timeouts,
+    shard_size: int,
+    expert_size: int,
 ) -> None:
     """Raise ``RuntimeError`` unless ``state`` has the groups, the devices and the limits that are asked for."""
-    there, asked = _named(state.rank_mesh, state.shard_size, state.timeouts), _named(wanted, shard_size, timeouts)
+    there = _named(state.rank_mesh, state.shard_size, state.expert_size, state.timeouts)
+    asked = _named(wanted, shard_size, expert_size, timeouts)
     kind = state.device.type
     if wanted_device(backend, device) not in (None, kind):
         on = state.transfer_groups.backend if device is None and kind != "xla" else f"device={kind!r}"
@@ -108,11 +128,12 @@ def checked_folder(given: object, device: str | None) -> Path | None:
     return folder
 
 
-def _named(mesh: RankMesh, shard_size: int, timeouts: Timeouts) -> list[str]:
+def _named(mesh: RankMesh, shard_size: int, expert_size: int, timeouts: Timeouts) -> list[str]:
     """Return what a start is made with, as its messages say it."""
     return [
         f"with tensor size {mesh.tensor} and pipeline size {mesh.pipeline}",
         f"with order={mesh.order!r}",
         f"with data_parallel_shard_size={shard_size}",
+        f"with expert_model_parallel_size={expert_size}",
         *(f"with {name}={float(seconds):g}" for name, seconds in timeouts.named().items()),
     ]

@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from itertools import count
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 _END = b"\n]\n"
@@ -106,10 +107,22 @@ class TimelineWriter:
         except OSError as error:
             raise ValueError(f"trace_file_path={str(self.path)!r} cannot be written: {error.strerror}.") from None
 
-    def append(self, step: int, description: str, ranks: Mapping[int, Sequence[Event]]) -> None:
-        """Add a step: for each of ``ranks`` the event of the step itself, then its other events."""
+    def append(
+        self,
+        step: int,
+        description: str,
+        ranks: Mapping[int, Sequence[Event]],
+        told: Mapping[int, Mapping[str, Any]] = MappingProxyType({}),
+    ) -> None:
+        """Add a step: for each of ``ranks`` the event of the step itself, then its other events.
+
+        What is ``told`` by rank are arguments of the step itself.
+        """
         each = [(rank, event) for rank, events in ranks.items() for event in events]
         rows = [self._slice(step, description, rank, event) for rank, event in each] + self._arrows(each)
+        for row in rows:
+            if row.get("cat") == Activity.STEP.value:
+                row["args"] |= told.get(row["tid"], {})
         with self.path.open("r+b") as file:
             # A rank whose step fails writes its own events while rank 0 may still write the step before.
             fcntl.flock(file, fcntl.LOCK_EX)

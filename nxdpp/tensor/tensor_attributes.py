@@ -8,6 +8,7 @@ Clipping and checkpoints read them::
     num_partitions             number of parts: the tensor-parallel size, or less where several ranks hold one part
     whole_size                 size along partition_dim of the whole, without padding (not in NeuronX Distributed)
     sequence_parallel_enabled  True: each tensor-parallel rank has the gradient of its part of the sequence
+    expert_model_parallel      True: each rank of an expert group holds experts of its own, along dimension 0
     shared                     True: copy of a tied weight whose gradient another pipeline rank counts
 
 Moves and materialisation keep the attributes of a parameter.
@@ -26,7 +27,7 @@ from nxdpp.ground.torch_names import FORWARD_PRE_HOOKS, MOVE, PARAMETERS
 from nxdpp.ranks import parallel_state
 
 _OF_PARTS = ("tensor_model_parallel", "partition_dim", "partition_stride", "num_partitions")
-_KEPT = (*_OF_PARTS, "whole_size", "sequence_parallel_enabled")
+_KEPT = (*_OF_PARTS, "whole_size", "sequence_parallel_enabled", "expert_model_parallel")
 
 
 def set_tensor_model_parallel_attributes(

@@ -33,6 +33,7 @@ def frame(summary: dict[str, Any], console: Console) -> RenderableType:
     parts += _ranks(summary, console.width, ascii_only)
     parts += _strip(summary["strip"], [row["rank"] for row in summary["ranks"]], console.width)
     parts += _experts(summary["experts"], console.width, ascii_only)
+    parts += _routing(summary["routing"])
     return Group(*parts)
 
 
@@ -110,6 +111,15 @@ def _experts(experts: Sequence[float] | None, width: int, ascii_only: bool) -> I
         heights = _HEIGHTS[ascii_only]
         drawn = "".join(heights[round((len(heights) - 1) * each / max(experts))] for each in experts)
         yield Text(said + drawn[: max(8, width - len(said))])
+
+
+def _routing(routing: dict[str, Any] | None) -> Iterator[RenderableType]:
+    if routing:
+        shares = list(routing["shares_of_ranks"].items())
+        shown = ", ".join(f"rank {rank} {100 * share:.0f}%" for rank, share in shares[:_RANKS])
+        more = f", and {counted(len(shares) - _RANKS, 'more rank')}" if len(shares) > _RANKS else ""
+        over = f"{_printable(routing['largest'])} has {routing['largest_over_mean']:.2f} of the mean"
+        yield Text(f"{over}; tokens: {shown}{more}")
 
 
 def _sentence(fault: dict[str, Any]) -> str:

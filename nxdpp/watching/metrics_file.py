@@ -42,7 +42,7 @@ _OF_RANKS = (
     *("begins", "ends", "done", "steps", "rank", "ranks", "stages", "replica", "tensor_rank", "schedule", "host"),
     *("device", "command", "versions"),
 )
-OWN_NAMES = frozenset(("time", "step", "seconds", "busy", "bytes", "actions", "fault", *_OF_RANKS))
+OWN_NAMES = frozenset(("time", "step", "seconds", "busy", "bytes", "actions", "fault", "routing", *_OF_RANKS))
 
 
 class MetricsFile:
@@ -132,7 +132,8 @@ class MetricsFile:
             tokens: of the step in the whole job.
             more: numbers, tensors of one element or of one dimension, and lists of numbers, by names of your own.
                 ``experts=`` has the number of tokens that each expert got on this rank. ``watch`` adds them up over
-                the ranks whose tensor rank is 0: the others have the same tokens.
+                the ranks whose tensor rank is 0: the others have the same tokens. Of experts over ranks it is written
+                without the argument, with ``routing`` (``model.last_expert_balance``).
 
         Numbers that are not finite are written as the texts ``"nan"``, ``"inf"`` and ``"-inf"``.
 
@@ -152,6 +153,7 @@ class MetricsFile:
         line = {
             "step": self._step,
             "seconds": self._model.last_step_seconds if before is None else now - before,
+            **self._model.last_expert_balance,
             **told,
             "busy": round(self._model.last_busy_share, 4),
             "bytes": peak_bytes(self._device),

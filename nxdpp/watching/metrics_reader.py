@@ -41,6 +41,11 @@ def _is_text(value: Any) -> bool:
     return isinstance(value, str)
 
 
+def _is_routing(value: Any) -> bool:
+    is_whole = isinstance(value, dict) and _is_text(value.get("largest"))
+    return is_whole and all(_is_number(value.get(name)) for name in ("largest_over_mean", "share"))
+
+
 def _are_counts(value: Any) -> bool:
     return isinstance(value, list) and all(map(_is_count, value))
 
@@ -53,6 +58,7 @@ _SOUND: dict[str, Callable[[Any], bool]] = {
     **dict.fromkeys(("fault", "schedule", "host", "device", "command"), _is_text),
     "versions": lambda value: isinstance(value, dict) and all(map(_is_text, value.values())),
     "stages": _are_counts,
+    "routing": _is_routing,
     "steps": lambda value: value is None or _is_count(value),
 }
 

@@ -23,7 +23,7 @@ def summary_of(run: RunMetrics, now: float) -> dict[str, Any]:
     ``state``, ``curves`` (by name, ``[step, value]``; ``null`` for a value that is not finite), ``latest`` (the last
     value of each curve as text), ``world`` (the number of ranks, of which ``ranks`` has the rows that are there),
     ``ranks``, ``strip``, ``faults``, ``left`` (the error with which the program left a run without a fault) and
-    ``experts``.
+    ``experts``, and ``routing`` (the busiest expert and the share of each rank, of experts over ranks).
     """
     ranks, curves = run.ranks, run.curves()
     faults = _faults(ranks)
@@ -53,6 +53,7 @@ def summary_of(run: RunMetrics, now: float) -> dict[str, Any]:
         "strip": _strip(ranks),
         "faults": faults,
         "experts": _experts(ranks),
+        "routing": _routing(ranks),
     }
 
 
@@ -152,6 +153,17 @@ def _experts(ranks: dict[int, RankMetrics]) -> list[float] | None:
     except (ValueError, TypeError, OverflowError):
         return None
     return sums if min(sums, default=0) >= 0 and sum(sums) < _GREATEST else None
+
+
+def _routing(ranks: dict[int, RankMetrics]) -> dict[str, Any] | None:
+    """Return the most of ``largest_over_mean`` over the ranks with its place, and the share of each rank, by number."""
+    told = {number: rank.last["routing"] for number, rank in ranks.items() if "routing" in rank.last}
+    if not told:
+        return None
+    most = max(told.values(), key=lambda each: each["largest_over_mean"])
+    return {name: most[name] for name in ("largest_over_mean", "largest")} | {
+        "shares_of_ranks": {number: each["share"] for number, each in told.items()}
+    }
 
 
 def _shown(value: float) -> str:

@@ -151,6 +151,17 @@ def test_tensor_parallel_ranks_train_like_one_process(
     _check(tmp_path, ["run"], unwrapped)
 
 
+def test_replicas_that_share_experts_train_like_one_process(tmp_path: Path) -> None:
+    shared = ("--experts", "4", "--expert-parallel-size", "2")
+    jobs = {flag: _tiny(tmp_path / flag, *shared, flag) for flag in ("--zero1", "--shard")}
+    run_ranks(1, _train, _tiny(tmp_path / "one", "--experts", "4"))
+    run_ranks(4, _train, _tiny(tmp_path / "stages", *shared))
+    run_ranks(2, _train, *jobs.values())
+    for name in ("stages", *jobs):
+        assert _losses(tmp_path / name) == pytest.approx(_losses(tmp_path / "one"), rel=1e-5), name
+        torch.testing.assert_close(_saved(tmp_path / name), _saved(tmp_path / "one"), rtol=1e-4, atol=1e-5)
+
+
 def test_another_schedule_has_the_losses_of_the_default_one(tmp_path: Path) -> None:
     trace = tmp_path / "trace.json"
     jobs: dict[str, list[str]] = {

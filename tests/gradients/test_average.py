@@ -113,7 +113,7 @@ def _given(rank: int) -> None:
     bucket_allreduce_gradients([])
     with pytest.raises(TypeError, match=r"has None in it: leave out parameters without a gradient"):
         bucket_allreduce_gradients([first, None])  # type: ignore[list-item]
-    with pytest.raises(ValueError, match=r"no expert parallelism"):
+    with pytest.raises(ValueError, match=r"which gradients are of experts"):
         bucket_allreduce_gradients([first], reduce_over_ep_group=True)
     with pytest.raises(ValueError, match=r"sparse=False"):
         bucket_allreduce_gradients([torch.zeros(2, 2).to_sparse()])

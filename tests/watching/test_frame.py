@@ -32,7 +32,8 @@ def _frame_of(run: RunMetrics, width: int = 80, encoding: str = "utf-8") -> str:
 
 def test_a_frame_of_80_columns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    whole_run(Path("out"), experts=[30, 10, 20, 20])
+    routing = {"largest_over_mean": 1.5, "largest": "layers.3.experts, expert 0", "share": 0.475}
+    whole_run(Path("out"), experts=[30, 10, 20, 20], routing=routing)
     shown = _frame(Path("out"))
     assert shown == (
         """\
@@ -47,7 +48,8 @@ rank  stages             busy    memory  step  seconds  last line
 step 20, 400.0 ms  F forward  B backward  . bubble
    0  FFFFFFFFFFFFFFFFFFF....................................BBBBBBBBBBBBBBBBBBB
    1  ..................FFFFFFFFFFFFFFFFFFFBBBBBBBBBBBBBBBBBBB..................
-4 experts, 0.50 to 1.50 of the mean  █▃▆▆"""
+4 experts, 0.50 to 1.50 of the mean  █▃▆▆
+layers.3.experts, expert 0 has 1.50 of the mean; tokens: rank 0 48%"""
     )
     assert "stages" in _frame(Path("out"), 40)
 

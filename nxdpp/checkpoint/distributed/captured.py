@@ -27,6 +27,7 @@ from nxdpp.checkpoint.distributed.shared_reads import owners, replica
 from nxdpp.checkpoint.distributed.structured import decoded, encoded
 from nxdpp.checkpoint.huggingface.read_directory import texts_in
 from nxdpp.devices.kinds import device_of, readable
+from nxdpp.gradients.expert_parameters import is_of_experts
 from nxdpp.gradients.shards.local_tensors import is_sharded, local_rows
 from nxdpp.pipeline.local.half_loaded import check_whole
 from nxdpp.ranks import parallel_state
@@ -101,7 +102,8 @@ def captured(
             if not _writes(tensor):
                 continue
             # Statistics of batch norms depend on a replica's own batches: save all of them from one replica.
-            into = own if is_sharded(tensor) else replicated if isinstance(tensor, nn.Parameter) else of_first
+            divided = is_sharded(tensor) or is_of_experts(tensor)
+            into = own if divided else replicated if isinstance(tensor, nn.Parameter) else of_first
             into[f"model.{name}"] = blocks_of(values[name], placement_of(tensor))
     if optimizers and tensors is None:
         raise ValueError("an optimizer is saved with the model whose parameters it has: give model= too.")
@@ -118,7 +120,7 @@ def captured(
         description = held.description()
         if description:
             result.states[held.name] = description
-        into = own if held.is_shard else replicated
+        into = own if held.is_shard or is_of_experts(held.parameter) else replicated
         for key, value in held.tensors().items():
             into[f"optimizer.{held.name}.{key}"] = held.blocks(value, readable(local_rows(value)))
     if optimizers:

@@ -29,6 +29,7 @@ from nxdpp.checkpoint.distributed.structured import decoded
 from nxdpp.checkpoint.files.pieces import listed
 from nxdpp.checkpoint.huggingface.model_tensors import WrappedModel
 from nxdpp.devices.kinds import readable
+from nxdpp.gradients.expert_parameters import is_of_experts
 from nxdpp.gradients.optimizer.partial_steps import mark_loaded
 from nxdpp.gradients.replaced_parameters import check_no_optimizer_holds
 from nxdpp.gradients.shards.local_tensors import is_sharded, local_rows
@@ -160,7 +161,7 @@ class LoadTargets:
                 real = with_type_of(torch.zeros_like(tensor, device="cpu", requires_grad=False), tensor)
                 replaced.append((tensor, real))
             key = f"model.{saved_ties.get(name, name)}"
-            if not is_sharded(tensor):
+            if not is_sharded(tensor) and not is_of_experts(tensor):
                 self.of_replicas.add(key)
             memory = local_rows(real)
             values = self._writable(memory)
@@ -206,7 +207,7 @@ class LoadTargets:
                     values = self._writable(memory)
                     is_new = id(value) not in in_use or values is not memory
                     self._add(name, held.blocks(value, values), is_new)
-                    if not held.is_shard:
+                    if not held.is_shard and not is_of_experts(held.parameter):
                         self.of_replicas.add(name)
             self._after.append(partial(held.give, state, described))
         frozen = [name for name in not_sharded(optimizer, names) if is_stepped(states.get(name, {}))]

@@ -20,6 +20,7 @@ import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
+from nxdpp.gradients.expert_parameters import is_of_experts
 from nxdpp.gradients.shards.local_tensors import local_rows
 from nxdpp.ranks import parallel_state
 from nxdpp.tensor.padding import Range, own_ranges
@@ -95,10 +96,14 @@ class PlaceInWhole(NamedTuple):
 def placement_of(tensor: torch.Tensor) -> PlaceInWhole:
     """Return the place of a parameter or buffer of this rank in the whole.
 
-    It follows from the attributes of tensor parallelism and from the rows of a shard.
+    It follows from the attributes of tensor and expert parallelism and from the rows of a shard.
     """
     shape = tuple(tensor.shape)
     begin = first_row(tensor) * prod(shape[1:])
+    if is_of_experts(tensor):
+        ranks, own = parallel_state.get_expert_model_parallel_size(), parallel_state.get_expert_model_parallel_rank()
+        experts, *others = shape
+        return PlaceInWhole((experts * ranks, *others), shape, 0, (Range(own * experts, 0, experts),), begin)
     is_divided = is_tensor_parallel(tensor) and (
         hasattr(tensor, "whole_size") or parallel_state.get_tensor_model_parallel_size() > 1
     )

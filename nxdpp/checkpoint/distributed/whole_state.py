@@ -1,9 +1,9 @@
 """State dict with whole tensors on rank 0, of a model that ranks hold in parts.
 
-Only ranks of the first data-parallel replica send, one tensor at a time::
+Only ranks of the first data-parallel replica send, and of its expert group for experts, one tensor at a time::
 
     data-parallel ranks                              all-gather of the rows of ``fully_shard``
-    tensor group of the first stage that holds it    all-gather of the parts
+    tensor group of the first stage that holds it    all-gather of the parts; of experts the expert group
     its first rank                                   joins them in host memory, sends
     rank 0                                           receives
 """
@@ -21,6 +21,7 @@ from nxdpp.checkpoint.distributed.rectangles import PlaceInWhole, placement_of
 from nxdpp.checkpoint.huggingface.model_tensors import WrappedModel
 from nxdpp.counted import counted
 from nxdpp.devices.kinds import device_of
+from nxdpp.gradients.expert_parameters import is_of_experts
 from nxdpp.pipeline.local.half_loaded import check_whole
 from nxdpp.ranks import parallel_state
 from nxdpp.ranks.exchange import Exchange
@@ -35,14 +36,15 @@ _TAG = 0
 
 
 class _Held(NamedTuple):
-    """A tensor with values on a rank: its dtype and its place in the whole."""
+    """A tensor with values on a rank: its dtype, its place in the whole, and whether it is of experts over ranks."""
 
     dtype: torch.dtype
     placement: PlaceInWhole
+    of_experts: bool
 
 
 class _Source(NamedTuple):
-    """The ranks of a tensor group that hold a tensor, and the parts in their order."""
+    """The ranks of a tensor or expert group that hold a tensor, and the parts in their order."""
 
     ranks: Sequence[int]
     parts: Sequence[_Held]
@@ -94,12 +96,12 @@ def gather_tensors(
     # Rank 0's names and ties count: a module whose tensors are elsewhere may have lost its ties.
     firsts = exchange.from_first(lambda: {name: local.ties.get(name, name) for name in wanted})
     here = _with_values(local, firsts)
-    is_first_replica = parallel_state.get_data_parallel_rank() == 0
-    held = (
-        {name: _Held(tensor.dtype, placement_of(tensor)._replace(begin=0)) for name, tensor in here.items()}
-        if is_first_replica
-        else {}
-    )
+    replica, expert_size = parallel_state.get_data_parallel_rank(), parallel_state.get_expert_model_parallel_size()
+    held = {
+        name: _Held(tensor.dtype, placement_of(tensor)._replace(begin=0), is_of_experts(tensor))
+        for name, tensor in here.items()
+        if replica < (expert_size if is_of_experts(tensor) else 1)
+    }
     everyones = exchange.gather(held)
     sources = exchange.together(lambda: _sources(list(firsts.values()), everyones))
     with failure_watch.reported(), torch.no_grad():
@@ -120,12 +122,14 @@ def _with_values(local: ModelTensors, firsts: Mapping[str, str]) -> dict[str, to
 
 
 def _sources(names: Sequence[str], everyones: Sequence[Mapping[str, _Held]]) -> dict[str, _Source]:
-    """The source of each of ``names``: the first tensor group whose ranks all hold it."""
+    """The source of each of ``names``: the first tensor or expert group whose ranks all hold it."""
     sources: dict[str, _Source] = {}
-    for ranks in parallel_state.get_tensor_model_parallel_group(as_list=True):
+    of_tensors = parallel_state.get_tensor_model_parallel_group(as_list=True)
+    of_experts = parallel_state.get_expert_model_parallel_group(as_list=True)
+    for is_expert, ranks in [*((False, each) for each in of_tensors), *((True, each) for each in of_experts)]:
         held = [everyones[rank] for rank in ranks]
         for name in names:
-            if name not in sources and all(name in each for each in held):
+            if name not in sources and all(name in each and each[name].of_experts is is_expert for each in held):
                 sources[name] = _Source(ranks, [each[name] for each in held])
     missing = [name for name in dict.fromkeys(names) if name not in sources]
     if missing:
@@ -138,8 +142,9 @@ def _sources(names: Sequence[str], everyones: Sequence[Mapping[str, _Held]]) -> 
 
 def _all_rows(tensor: torch.Tensor | None, source: _Source) -> torch.Tensor | None:
     """``tensor`` with the rows of all ranks that have a shard of it, on the ranks that need them for ``source``."""
-    replicas = parallel_state.get_data_parallel_group(as_list=True)
-    first = next(ranks[0] for ranks in replicas if dist.get_rank() in ranks)
+    of_experts = source.parts[0].of_experts
+    groups = parallel_state.get_expert_data_parallel_group if of_experts else parallel_state.get_data_parallel_group
+    first = next(ranks[0] for ranks in groups(as_list=True) if dist.get_rank() in ranks)
     return all_rows(tensor) if tensor is not None and first in source.ranks else tensor
 
 
@@ -171,8 +176,9 @@ def _on_rank_0(tensor: torch.Tensor | None, source: _Source) -> torch.Tensor | N
 def _joined(tensor: torch.Tensor, source: _Source) -> torch.Tensor | None:
     """Join the parts of ``tensor`` in host memory on the first rank of ``source``; collective over its ranks."""
     placement = source.parts[0].placement
-    is_divided = placement.dim >= 0
-    gathered = all_gather(tensor, 0) if is_divided else tensor
+    is_divided, of_experts = placement.dim >= 0, source.parts[0].of_experts
+    group = parallel_state.get_expert_model_parallel_group() if of_experts else None
+    gathered = all_gather(tensor, 0, group) if is_divided else tensor
     if dist.get_rank() != source.ranks[0]:
         return None
     device = device_of(gathered.device)

@@ -8,9 +8,12 @@ import torch
 from torch import nn
 
 from nxdpp.checkpoint.distributed.rectangles import Block, placement_of
+from nxdpp.gradients.expert_parameters import is_of_experts
 from nxdpp.gradients.shards.local_tensors import local_rows
 from nxdpp.ground.torch_names import EXTRA_STATE
 from nxdpp.pipeline.local.own_save import state_of_all_names
+from nxdpp.ranks import parallel_state
+from nxdpp.tensor.collectives import all_gather
 from nxdpp.tensor.embedding import ParallelEmbedding
 from nxdpp.tensor.padding import whole_of
 from nxdpp.tensor.shards import all_rows
@@ -94,8 +97,10 @@ def as_in_files(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def joined(tensor: torch.Tensor) -> torch.Tensor:
-    """The whole of ``tensor``; collective over the ranks of a shard, and over the tensor group for a part."""
+    """The whole of ``tensor``; collective over the ranks of a shard, and over the tensor or expert group for a part."""
     rows = all_rows(tensor)
+    if is_of_experts(tensor):
+        return all_gather(rows.detach(), 0, parallel_state.get_expert_model_parallel_group())
     return rows.detach() if placement_of(rows).dim < 0 else whole_of(rows)
 
 

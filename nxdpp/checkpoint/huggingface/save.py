@@ -26,6 +26,7 @@ from nxdpp.checkpoint.huggingface.model_tensors import (
 from nxdpp.checkpoint.huggingface.write_directory import SavedDirectory, Shard, plan_shards, start_save
 from nxdpp.counted import counted
 from nxdpp.devices.kinds import readable
+from nxdpp.gradients.expert_parameters import is_of_experts
 from nxdpp.gradients.shards.local_tensors import is_sharded, local_rows
 from nxdpp.pipeline.local.elsewhere_tensors import is_frozen_of_torchao
 from nxdpp.pipeline.local.half_loaded import check_whole
@@ -146,9 +147,10 @@ def _check_copies(of_ranks: Sequence[Mapping[tuple[str, int, int], bytes]], cons
 def _writer(local: Mapping[str, torch.Tensor]) -> int | None:
     """The rank that writes the files of this rank's tensor group in the first replica.
 
-    ``None`` on ranks of the other replicas, unless they have shards of the ``local`` tensors.
+    ``None`` on ranks of the other replicas, unless they have shards or experts of the ``local`` tensors.
     """
-    if parallel_state.get_data_parallel_rank() > 0 and not any(map(is_sharded, local.values())):
+    has_parts = any(is_sharded(each) or is_of_experts(each) for each in local.values())
+    if parallel_state.get_data_parallel_rank() > 0 and not has_parts:
         return None
     replicas = parallel_state.get_data_parallel_group(as_list=True)
     first = next(group[0] for group in replicas if dist.get_rank() in group)
@@ -193,7 +195,7 @@ def _tensors(model: WrappedModel, local: Mapping[str, torch.Tensor], shard: Shar
     made: dict[str, torch.Tensor] = {}
     if parallel_state.get_data_parallel_rank() > 0:
         for name in (name for conversion in shard.conversions for name in conversion.names):
-            all_rows(local[name])
+            joined(local[name]) if is_of_experts(local[name]) else all_rows(local[name])
         return made
     for conversion in shard.conversions:
         made |= conversion.convert(lambda name: readable(joined(local[name])), model.original_module)

@@ -5,6 +5,7 @@
     parameters                            the step may look at             refused
     shards of tensor-parallel layers      one element                      Muon, Adafactor, LAMB, LBFGS, SAM
     rows of fully_shard                   one element                      likewise
+    experts of expert_parallelize         one element                      likewise
     whole tensors of a pipeline's stages  one tensor                       LBFGS, SAM, Prodigy
 
 An optimizer is judged before its first step, and again when it has got another group: by what is known or declared of
@@ -20,6 +21,7 @@ from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
 from nxdpp.counted import counted
+from nxdpp.gradients.expert_parameters import is_of_experts
 from nxdpp.gradients.optimizer.known_optimizers import Unknown, is_declared, looked_at, names_of
 from nxdpp.gradients.optimizer.sent_messages import sends_messages, watch_steps
 from nxdpp.gradients.shards.local_tensors import is_sharded, local_rows
@@ -80,6 +82,8 @@ def _is_shard(parameter: nn.Parameter) -> bool:
         return any(
             each.is_shard() and parameter.device_mesh.size(dim) > 1 for dim, each in enumerate(parameter.placements)
         )
+    if is_of_experts(parameter):
+        return True
     is_divided = getattr(parameter, "tensor_model_parallel", False)
     return is_divided and parallel_state.get_tensor_model_parallel_size() > 1
 
@@ -159,5 +163,8 @@ def _kind_of_shards(shards: Sequence[nn.Parameter]) -> tuple[str, str]:
     """What ``shards`` are, and how to train without them."""
     if any(map(is_sharded, shards)):
         return "rows of tensors that fully_shard divides over replicas", "train without fully_shard"
+    if any(map(is_of_experts, shards)):
+        ranks = parallel_state.get_expert_model_parallel_size()
+        return f"experts of tensors that {ranks} expert ranks divide", "train without expert_parallelize"
     ranks = parallel_state.get_tensor_model_parallel_size()
     return f"parts of tensors that {ranks} tensor ranks divide", "take more pipeline stages in their place"

@@ -10,11 +10,14 @@ Gradients are reduce-scattered in this layout, and parameters all-gathered. The 
 flat vectors are in host memory where the group cannot send from the parameters' device.
 
 With several groups of ranks the ranks of a group share the parameters. Gradients are all-reduced over all ranks. So
-they are where ``.grad`` gets the result too.
+they are where ``.grad`` gets the result too. Experts that ranks share have buckets of their own, over the ranks with
+the same experts.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Self
 
 import torch
 import torch.distributed as dist
@@ -24,6 +27,7 @@ from torch.distributed import ProcessGroup
 from nxdpp.counted import counted
 from nxdpp.devices.kinds import device_of
 from nxdpp.gradients.buckets import Combination, Hook, SentBucket, begin, cut, places_in, unpack
+from nxdpp.gradients.expert_parameters import is_of_experts
 from nxdpp.gradients.gradient_dtype import gradient_dtype, master_dtype, take_changes, zero_gradient
 from nxdpp.ranks import current_state, parallel_state
 from nxdpp.ranks.faults.waits import Wait
@@ -68,6 +72,7 @@ class Sharding:
     The values that the optimizer changes have ``dtype``, by default at least float32. ``accumulated`` is the dtype of
     ``.grad``, and ``averaged`` of the messages with gradients, where they have more bits than the parameter.
     ``mean`` is ``False`` for sums of gradients. With ``whole`` all of ``.grad`` is reduced, not only the pieces.
+    ``is_of_experts`` where the ranks have the same experts.
     """
 
     rank: int
@@ -80,6 +85,7 @@ class Sharding:
     groups: int = 1
     everyone: ProcessGroup | None = None
     whole: bool = False
+    is_of_experts: bool = False
 
     @property
     def replicas(self) -> int:
@@ -97,6 +103,20 @@ class Sharding:
         if groups > 1:
             group = current_state.with_groups().part_of_data_group(groups) if size > 1 else None
         return parallel_state.get_data_parallel_rank() % size, size, group, everyone
+
+    def of_experts(self) -> Self:
+        """Return the sharding over the ranks with the same experts, in one group."""
+        rank, size = parallel_state.get_expert_data_parallel_rank(), parallel_state.get_expert_data_parallel_size()
+        group = parallel_state.get_expert_data_parallel_group() if size > 1 else None
+        return replace(self, rank=rank, size=size, group=group, everyone=group, groups=1, is_of_experts=True)
+
+    def combination(self, before: Sequence[Hook]) -> Combination:
+        """Return how the gradients of the ranks become one, after ``before``."""
+        if self.mean or not self.is_of_experts:
+            return Combination(self.replicas if self.mean else 1, before)
+        # They are the mean over the ranks that share the experts.
+        size = parallel_state.get_expert_model_parallel_size()
+        return Combination(1, [partial(torch.Tensor.mul_, other=size), *before])
 
 
 class ShardedBucket:
@@ -155,7 +175,7 @@ class ShardedBucket:
         run before the division, and ``after`` functions of this rank's part of the result, or of all of it (``whole``).
         """
         sharding, size = self._sharding, self._sharding.size
-        combination = Combination(sharding.replicas if sharding.mean else 1, before)
+        combination = sharding.combination(before)
         gradients = [m.parameter.grad for m in self.members if m.parameter.grad is not None]
         is_summed_whole = size == 1 or sharding.groups > 1 or sharding.whole
         new = torch.zeros if is_summed_whole else torch.empty
@@ -269,14 +289,17 @@ class ShardedBucket:
 
 def make_buckets(members: Sequence[Member], sharding: Sharding, limit: int) -> list[ShardedBucket]:
     """Return buckets of up to ``limit`` bytes, or of a single larger parameter; the same on all replicas."""
-    alike: dict[tuple[torch.dtype, torch.dtype, torch.device], list[nn.Parameter]] = {}
+    alike: dict[tuple[torch.dtype, torch.dtype, torch.device, bool], list[nn.Parameter]] = {}
     for member in members:
-        kind = (member.parameter.dtype, gradient_dtype(member.parameter), member.parameter.device)
-        alike.setdefault(kind, []).append(member.parameter)
+        parameter = member.parameter
+        kind = (parameter.dtype, gradient_dtype(parameter), parameter.device, is_of_experts(parameter))
+        alike.setdefault(kind, []).append(parameter)
     member_of = {id(member.parameter): member for member in members}
     return [
-        ShardedBucket([member_of[id(parameter)] for parameter in bucket], sharding)
-        for parameters in alike.values()
+        ShardedBucket(
+            [member_of[id(parameter)] for parameter in bucket], sharding.of_experts() if of_experts else sharding
+        )
+        for (*_, of_experts), parameters in alike.items()
         for bucket in cut(parameters, limit)
     ]
 

@@ -57,6 +57,7 @@ class Zero1Optimizer(Optimizer):
             the parameter, and then needs torch 2.10. By default the parameter's dtype.
         averaged_dtype: of the messages with gradients, likewise. By default the dtype of ``.grad``.
         sharding_groups: number of groups of replicas. Each group has the whole state, and sends parameters inside it.
+            Only 1 with experts over ranks, whose state is divided over the ranks with the same experts.
         whole_gradients: give ``.grad`` the result too, which stays there until it is removed. A program may change it
             in place before the step, on all replicas alike. It takes an all-reduce in place of a reduce-scatter.
         reduction: ``"mean"``, or ``"sum"`` for the sum of the gradients over the data-parallel ranks.
@@ -255,7 +256,7 @@ class Zero1Optimizer(Optimizer):
 
     def _prepare(self, parameters: Sequence[nn.Parameter]) -> None:
         zero1_checks.check_distinct(parameters)
-        zero1_checks.refuse_sharded(parameters)
+        zero1_checks.refuse_divided(parameters, self._sharding.groups)
         if self._sharding.accumulated is not None:
             for parameter in parameters:
                 accumulate_in(parameter, self._sharding.accumulated)

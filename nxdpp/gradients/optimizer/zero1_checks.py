@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer, SparseAdam
 
+from nxdpp.gradients.expert_parameters import is_of_experts
 from nxdpp.gradients.gradient_dtype import dense
 from nxdpp.gradients.optimizer.known_optimizers import Unknown, looked_at
 from nxdpp.gradients.shards.local_tensors import is_sharded
@@ -49,8 +50,13 @@ def refuse_meta(parameters: Iterable[nn.Parameter]) -> None:
         )
 
 
-def refuse_sharded(parameters: Iterable[nn.Parameter]) -> None:
-    """Raise ``ValueError`` for parameters that ``fully_shard`` has sharded."""
+def refuse_divided(parameters: Sequence[nn.Parameter], groups: int) -> None:
+    """Raise ``ValueError`` for parameters of ``fully_shard``, and for experts over ranks with several ``groups``."""
+    if groups > 1 and any(map(is_of_experts, parameters)):
+        raise ValueError(
+            f"sharding_groups={groups} divides the replicas into groups with the whole state, and expert_parallelize "
+            f"has given each rank of an expert group experts of its own: leave sharding_groups out."
+        )
     if any(map(is_sharded, parameters)):
         raise ValueError(
             "Zero1Optimizer shards the state of whole parameters, and fully_shard has sharded them with their "

@@ -41,6 +41,7 @@ class ShardedUnit:
         streams: those of this rank's first unit, which all share; ``None`` for the first.
         mp_policy, offload_policy: torch's.
         mean: ``False`` for gradients that are summed over the ranks of the mesh.
+        scale: by which gradients are multiplied first.
 
     Attributes:
         parameters: the sharded ones.
@@ -60,6 +61,7 @@ class ShardedUnit:
         mp_policy: MixedPrecisionPolicy,
         offload_policy: OffloadPolicy,
         mean: bool,
+        scale: float = 1.0,
     ) -> None:
         self.name = name
         attributes = [dict(vars(parameter)) for parameter in parameters]
@@ -72,6 +74,7 @@ class ShardedUnit:
             each for each, places in zip(group.fsdp_params, self._places, strict=True) if targeted.isdisjoint(places)
         ]
         self._ranks: ProcessGroup = mesh_info.shard_process_group
+        self._replicas = self._ranks if mesh_info.mesh.ndim == 1 else parallel_state.get_data_parallel_group()
         if streams is None:
             group.comm_ctx.lazy_init(device)
         else:
@@ -79,6 +82,7 @@ class ShardedUnit:
         # gloo has no average.
         group.force_sum_reduction_for_comms = True
         group.gradient_divide_factor = None if mean else 1.0
+        self._scale = scale
         self.is_trained = self.trains_all = False
         self.storages: frozenset[int] = frozenset()
         self.kept = KeptGradients(name)
@@ -214,9 +218,13 @@ class ShardedUnit:
             # One message has one dtype.
             for each in self._group.fsdp_params:
                 _convert(each)
+        if self._scale != 1.0:
+            # torch's own factor counts twice where one rank has all rows.
+            for each in self._group.fsdp_params:
+                _multiply(each, self._scale)
         group = self._group
         group.reshard_after_backward = False
-        with Wait("reduction of gradients", parallel_state.get_data_parallel_group()):
+        with Wait("reduction of gradients", self._replicas):
             group.post_backward()
         return present
 
@@ -263,6 +271,14 @@ def _convert(parameter: Any, gradient_of: torch.Tensor | None = None) -> None:
     if not hasattr(parameter, GRADIENT_DTYPE):
         parameter.accumulate_unsharded_grad_if_needed()
         parameter.to_accumulated_grad_if_needed()
+
+
+def _multiply(parameter: Any, factor: float) -> None:
+    """Multiply the whole gradients of ``parameter``, of which ``.grad`` may be memory of the program."""
+    whole = parameter.unsharded_param
+    whole.grad = None if whole.grad is None else whole.grad * factor
+    if parameter.unsharded_accumulated_grad is not None:
+        parameter.unsharded_accumulated_grad.mul_(factor)
 
 
 def _places(parameters: Sequence[nn.Parameter], roots: Sequence[nn.Module]) -> list[list[tuple[nn.Module, str]]]:

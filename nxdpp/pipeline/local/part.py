@@ -19,6 +19,7 @@ from nxdpp.agreement.exchange import check_replica_values
 from nxdpp.agreement.same_values import RankValues
 from nxdpp.counted import counted
 from nxdpp.gradients.autocast import note_blocks_that_are_off
+from nxdpp.gradients.expert_parameters import is_of_experts
 from nxdpp.gradients.optimizer.partial_steps import refuse_partial_steps
 from nxdpp.gradients.partial_norms import refuse_partial_norms
 from nxdpp.gradients.replaced_parameters import (
@@ -346,7 +347,9 @@ class Part:
             return
         if self.any_ties:
             self.tied.make_equal(transport(self.device), parallel_state.get_pipeline_control_group())
-        check_replica_values(listings.named_parameters(self.module), self.initial.origin)
+        # Experts of other ranks are compared in the first step.
+        alike = [(name, each) for name, each in listings.named_parameters(self.module) if not is_of_experts(each)]
+        check_replica_values(alike, self.initial.origin)
 
     def shard(self, shards: RankShards) -> None:
         """Hold ``shards``, which the parameters have become, on this rank's device; on all ranks."""

@@ -4,7 +4,7 @@ Events are recorded by calls and channels that take the place of the plain ones.
 """
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -55,8 +55,11 @@ class StepTimeline:
             self._file.create()
 
     @contextmanager
-    def step(self, device: torch.device, train: bool) -> Iterator[None]:
-        """Record the block as a step and write it; collective over the pipeline."""
+    def step(self, device: torch.device, train: bool, told: Callable[[], Mapping[str, Any]] = dict) -> Iterator[None]:
+        """Record the block as a step and write it; collective over the pipeline.
+
+        The step of a rank has what is ``told`` after a training step as arguments.
+        """
         with failure_watch.reported():
             ahead = offset_to_first(self._group)
         description = f"{'train' if train else 'eval'}, {self._schedule}"
@@ -70,9 +73,11 @@ class StepTimeline:
                 error.add_note(f"this step of rank {self._rank} is not in the timeline {self._file.path}: {problem}")
             raise
         with failure_watch.reported():
-            gathered = gather_values(self.recorder.end(ahead), self._group)
+            own = self.recorder.end(ahead), dict(told()) if train else {}
+            gathered = gather_values(own, self._group)
             if self._rank == 0:
-                self._file.append(self._step, description, dict(enumerate(gathered)))
+                events, arguments = (dict(enumerate(each)) for each in zip(*gathered, strict=True))
+                self._file.append(self._step, description, events, arguments)
         self._step += 1
 
 

@@ -6,6 +6,7 @@ from typing import Any
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
+from nxdpp.gradients.expert_parameters import is_of_experts
 from nxdpp.ground.torch_names import PARAMETERS
 from nxdpp.ranks import parallel_state
 from nxdpp.tensor.models import modules as parallel
@@ -28,7 +29,12 @@ def apply_plan(model: nn.Module, plan: Mapping[str, str], pad_heads: bool = Fals
     """
     styles, of_parameters, _ = expanded(plan, model)
     found = dict(model.named_modules())
-    chosen = {name: style for name, style in styles.items() if name in found}
+    # Experts over ranks are whole on each tensor-parallel rank, which all compute the same.
+    experts = tuple(
+        f"{name}." for name, each in found.items() if any(map(is_of_experts, each.parameters(recurse=False)))
+    )
+    of_parameters = {name: style for name, style in of_parameters.items() if not name.startswith(experts)}
+    chosen = {n: style for n, style in styles.items() if n in found and not f"{n}.".startswith(experts)}
     _add_tied(model, found, chosen)
     told = list(_leave_out_vocabulary(found, chosen))
     padded = padded_sizes(found, chosen) if pad_heads else {}

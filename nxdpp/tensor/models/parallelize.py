@@ -7,6 +7,7 @@ from typing import Any, NoReturn, TypeVar
 from torch import nn
 from transformers import PreTrainedModel
 
+from nxdpp.gradients.expert_parameters import is_of_experts
 from nxdpp.gradients.replaced_parameters import check_no_optimizer_holds, watch_replaced
 from nxdpp.ranks import parallel_state
 from nxdpp.tensor.models.adapters import adapted_plan, base_of
@@ -68,6 +69,11 @@ def tensor_parallelize(
     if sequence_parallel and base_of(model) is not model:
         raise ValueError(
             "adapters were not compared with sequence_parallel=True: merge_and_unload() them, or leave it out"
+        )
+    if sequence_parallel and any(map(is_of_experts, model.parameters())):
+        raise ValueError(
+            "expert_parallelize was not compared with sequence_parallel=True: leave one of them out, or make the "
+            "tensor-parallel ranks pipeline stages"
         )
     chosen = checked_plan(model, plan)
     if plan is None:

@@ -16,6 +16,7 @@ _ROOT = Path(nxdpp.__file__).resolve().parents[1]
 _WAITS = {
     "all_gather",
     "all_reduce",
+    "all_to_all_single",
     "barrier",
     "broadcast",
     "new_group",
@@ -125,6 +126,12 @@ _PIPELINE = {
 }
 _ONE_REPLICA = {"overflows of the scaled gradients", "norm of the gradients"}
 _TENSOR = {"collective of a tensor-parallel layer", "comparison of numbers"}
+_EXPERTS = {
+    "tokens of experts",
+    "comparison of experts",
+    "training step of experts over ranks",
+    "evaluation of experts over ranks",
+}
 _REPLICAS = {
     "comparison of optimizers",
     "comparison of random numbers",
@@ -141,23 +148,24 @@ _REPLICAS = {
     "parts of a file",
 }
 _EXCHANGES = {
-    (2, 1, 2): _TENSOR | {"comparison of the tensor-parallel ranks' steps"},
-    (4, 2, 1): (_STEP | _FILES | _REPLICAS | _PIPELINE) - {"tensors of the model for rank 0"},
-    (2, 2, 1): _ONE_REPLICA | {"tensors of the model for rank 0"},
-    (8, 2, 2): (_STEP | _FILES | _REPLICAS | _PIPELINE | _TENSOR | {"new process group"})
+    (2, 1, 2, 1): _TENSOR | {"comparison of the tensor-parallel ranks' steps"},
+    (4, 2, 1, 1): (_STEP | _FILES | _REPLICAS | _PIPELINE) - {"tensors of the model for rank 0"},
+    (2, 2, 1, 1): _ONE_REPLICA | {"tensors of the model for rank 0"},
+    (2, 1, 1, 2): _EXPERTS,
+    (8, 2, 2, 1): (_STEP | _FILES | _REPLICAS | _PIPELINE | _TENSOR | {"new process group"})
     - {"tensors of the model for rank 0"},
 }
-"""By number of ranks, pipeline and tensor-parallel size: exchanges before which the last rank sleeps."""
+"""By number of ranks, pipeline, tensor and expert-parallel size: exchanges before which the last rank sleeps."""
 
 
 @pytest.mark.parametrize(
     "layout",
     [pytest.param(each, marks=pytest.mark.sweep if each[0] == 8 else ()) for each in _EXCHANGES],
-    ids=lambda layout: "{}ranks_pp{}_tp{}".format(*layout),
+    ids=lambda layout: "{}ranks_pp{}_tp{}_ep{}".format(*layout),
 )
-def test_rank_that_sleeps_before_an_exchange_is_named(layout: tuple[int, int, int], tmp_path: Path) -> None:
-    ranks, pipeline, tensor = layout
-    arguments = [str(pipeline), str(tensor), str(tmp_path), *sorted(_EXCHANGES[layout])]
+def test_rank_that_sleeps_before_an_exchange_is_named(layout: tuple[int, ...], tmp_path: Path) -> None:
+    ranks, *sizes = layout
+    arguments = [*map(str, sizes), str(tmp_path), *sorted(_EXCHANGES[layout])]
     ended = run_program(str(waiting_program.__file__), arguments, ranks, timeout=300.0)
     assert ended.codes == [0] * ranks, ended.output
     _, *sleeps = re.split("^sleeps: ", ended.output, flags=re.M)

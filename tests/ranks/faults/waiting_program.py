@@ -1,4 +1,4 @@
-"""Work in which the last rank sleeps before exchanges: ``waiting_program.py PP TP FOLDER NAME ...``.
+"""Work in which the last rank sleeps before exchanges: ``waiting_program.py PP TP EP FOLDER NAME ...``.
 
 The sleeper writes ``sleeps`` with the name of the exchange,
 and sleeps until a rank has judged a roll call. Verdicts end nothing here. Each is written as ``verdict`` with its
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
 import nxdpp
 from nxdpp import NxDPPModel, parallel_state
@@ -88,22 +88,20 @@ def _asleep(sleeper: bool, folder: Path, names: set[str]) -> Iterator[None]:
 
 def main() -> None:
     """Run the program."""
-    pipeline, tensor, folder, names = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), {*sys.argv[4:]}
+    (pipeline, tensor, experts), folder, names = map(int, sys.argv[1:4]), Path(sys.argv[4]), {*sys.argv[5:]}
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=tensor, pipeline_model_parallel_size=pipeline, hang_timeout=HANG_TIMEOUT
+        tensor, pipeline, expert_model_parallel_size=experts, hang_timeout=HANG_TIMEOUT
     )
     _tell_verdicts(folder)
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=32,
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=max(2, pipeline),
-        num_attention_heads=4,
-        tie_word_embeddings=True,
+    sizes: dict[str, Any] = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 4}
+    sizes |= {"num_hidden_layers": max(2, pipeline), "tie_word_embeddings": True}
+    module: Any = (
+        nxdpp.expert_parallelize(MixtralForCausalLM(MixtralConfig(**sizes, num_key_value_heads=4, num_local_experts=2)))
+        if experts > 1
+        else LlamaForCausalLM(LlamaConfig(**sizes))
     )
-    module: Any = LlamaForCausalLM(config)
     if tensor > 1:
         module = nxdpp.tensor_parallelize(module, sequence_parallel=True)
     ids = torch.randint(32, (2 * _MICROBATCHES, 8), generator=torch.Generator().manual_seed(0))

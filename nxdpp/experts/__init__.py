@@ -1,0 +1,1 @@
+"""Mixtures of experts whose experts are divided over data-parallel ranks."""

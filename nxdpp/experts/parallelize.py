@@ -1,0 +1,195 @@
+"""Expert parallelism for an unmodified model, by the plan that its type carries, or by the shapes of its experts."""
+
+import inspect
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from nxdpp.experts.layer import DividedExperts
+from nxdpp.gradients.expert_parameters import is_of_experts, mark_experts
+from nxdpp.gradients.optimizer.partial_steps import refuse_partial_steps
+from nxdpp.gradients.replaced_parameters import check_no_optimizer_holds, watch_replaced
+from nxdpp.ground.torch_names import PARAMETERS
+from nxdpp.initialization.allocation import with_type_of
+from nxdpp.initialization.parts import PartOf, mark_part
+from nxdpp.ranks import parallel_state
+from nxdpp.tensor.models.adapters import base_of
+from nxdpp.tensor.models.modules import override
+from nxdpp.tensor.models.parallelize import refuse_methods
+from nxdpp.tensor.models.plan import expanded
+from nxdpp.tensor.tensor_attributes import is_tensor_parallel
+
+M = TypeVar("M", bound=nn.Module)
+
+# Styles of transformers: of a parameter that has one expert after the other, and of the module that has these.
+_EXPERTS, _MODULE = "grouped_gemm", "ep_dispatch_experts"
+# What transformers' types call the number of experts of a module, which its forward reads.
+_COUNTS = ("num_experts", "num_local_experts")
+# Names of parameters by which experts are known where a type has no plan.
+_SHAPED = ("gate_up_proj", "up_proj", "down_proj")
+
+
+def expert_parallelize(model: M, plan: Mapping[str, str] | None = None) -> M:
+    """Divide the experts of ``model`` over the ranks of the expert group, in place; not collective.
+
+    Call it after ``initialize_model_parallel(expert_model_parallel_size=...)`` and before ``NxDPPModel``, with the same
+    model on all ranks. Each rank keeps its experts, with their values, under their names: consecutive ones along
+    dimension 0. Each data-parallel rank trains rows of its own, and tokens go to the ranks of their experts. A model on
+    the meta device, or from ``deferred_init``, stays without memory; its initial weights equal one process's.
+
+    Losses and gradients are those of one process, to rounding. Gradients of experts are averaged over the ranks with
+    the same experts. Tensor-parallel ranks all compute the same experts: ``tensor_parallelize``, called afterwards,
+    divides the other layers. All ranks of an expert group run the same steps, evaluations too, with as many
+    microbatches.
+
+    Args:
+        model: not wrapped yet. Experts are modules with one parameter for all experts, such as ``gate_up_proj`` and
+            ``down_proj`` of shape ``(experts, ...)``, and a ``forward`` of hidden states ``(N, H)``, chosen experts
+            ``(N, K)`` and their weights ``(N, K)``.
+        plan: ``"grouped_gemm"`` for the name patterns of such parameters, as in
+            ``{"layers.*.moe.experts.weight": "grouped_gemm"}``, in place of the model's own ``ep_plan``. Entries
+            ``"ep_dispatch_experts"``, which transformers has for their modules, may be there too. The name pattern of a
+            type without a plan is not needed where its experts are called ``gate_up_proj`` and ``down_proj``.
+
+    Returns:
+        ``model`` itself; unchanged with ``expert_model_parallel_size=1``.
+
+    Raises:
+        TypeError: for a model that is wrapped already, and a malformed plan.
+        ValueError: for a model in which no experts are found, for names and styles that do not fit, for a number of
+            experts that does not divide, and for experts that ``tensor_parallelize`` has divided. Nothing is changed
+            then.
+        RuntimeError: before ``initialize_model_parallel``, and for parameters that an optimizer holds: it would keep
+            stepping the whole ones.
+
+    After Lepikhin et al., "GShard" (arXiv 2006.16668), and transformers' ``AllToAllEP``, whose plans it reads.
+    """
+    if not isinstance(model, nn.Module) or hasattr(model, "replace_local_tensors"):
+        raise TypeError(
+            f"expert_parallelize takes a model before it is wrapped, not a {type(model).__name__}: "
+            f"NxDPPModel(expert_parallelize(model), ...)"
+        )
+    ranks = parallel_state.get_expert_model_parallel_size()
+    if any(map(is_of_experts, model.parameters())):
+        raise ValueError("the experts of the model are divided already: call expert_parallelize once")
+    found = _experts(base_of(model), plan)
+    if ranks == 1:
+        return model
+    for name, (module, keys) in found.items():
+        _check(name, module, keys, ranks)
+    before = dict(model.named_parameters())
+    check_no_optimizer_holds(before, "Make the optimizer after NxDPPModel(expert_parallelize(model), ...).")
+    refuse_partial_steps()
+    parts: dict[nn.Parameter, nn.Parameter] = {}
+    for module, keys in found.values():
+        _divide(module, keys, ranks, parts)
+    kept = {id(parameter) for parameter in model.parameters()}
+    watch_replaced({name: parameter for name, parameter in before.items() if id(parameter) not in kept})
+    refuse_methods(model, divides_logits=False)
+    return model
+
+
+def _experts(model: nn.Module, plan: Mapping[str, str] | None) -> dict[str, tuple[nn.Module, list[str]]]:
+    """Return the modules of experts by name, each with the names of its parameters that are divided."""
+    if plan is None:
+        plan = dict(getattr(model, "ep_plan", None) or {})
+        found = _planned(model, plan)[0] if _EXPERTS in plan.values() else _shaped(model)
+        if not found:
+            raise ValueError(
+                f"{type(model).__name__} has no plan for experts, and no module with parameters gate_up_proj and "
+                f"down_proj of shape (experts, ...): give plan=, a dict of name patterns, such as "
+                f'{{"layers.*.moe.experts.weight": "{_EXPERTS}"}}'
+            )
+        return found
+    if not isinstance(plan, Mapping) or not all(isinstance(each, str) for pair in plan.items() for each in pair):
+        raise TypeError(f'plan must be a dict of name patterns and "{_EXPERTS}", not {plan!r:.80}')
+    if unknown := sorted({style for style in plan.values() if style not in (_EXPERTS, _MODULE)}):
+        raise ValueError(f"unknown styles in the plan: {', '.join(unknown)}. The styles are {_EXPERTS}, {_MODULE}")
+    found, unmatched = _planned(model, plan)
+    if unmatched or not found:
+        missing = ", ".join(unmatched) or f'no parameter with "{_EXPERTS}"'
+        raise ValueError(f"the plan names {missing}, which {type(model).__name__} does not have: correct it")
+    return found
+
+
+def _planned(model: nn.Module, plan: Mapping[str, str]) -> tuple[dict[str, tuple[nn.Module, list[str]]], list[str]]:
+    _, of_parameters, unmatched = expanded(plan, model)
+    found: dict[str, tuple[nn.Module, list[str]]] = {}
+    # A module may have several names.
+    first: dict[nn.Module, str] = {}
+    for name, style in of_parameters.items():
+        if style == _EXPERTS:
+            owner, _, key = name.rpartition(".")
+            module = model.get_submodule(owner)
+            _, keys = found.setdefault(first.setdefault(module, owner), (module, []))
+            if key not in keys:
+                keys.append(key)
+    return found, unmatched
+
+
+def _shaped(model: nn.Module) -> dict[str, tuple[nn.Module, list[str]]]:
+    """Modules with ``down_proj`` and the like of three dimensions, and all parameters with as many experts."""
+    found = {}
+    for name, module in model.named_modules():
+        own = PARAMETERS.of(module)
+        shaped = [own[key] for key in _SHAPED if own.get(key) is not None and own[key].dim() == 3]
+        if len(shaped) > 1 and len({len(each) for each in shaped}) == 1:
+            keys = [key for key, each in own.items() if each is not None and len(each) == len(shaped[0])]
+            found[name] = (module, keys)
+    return found
+
+
+def _check(name: str, module: nn.Module, keys: list[str], ranks: int) -> None:
+    """Raise ``ValueError`` for experts that ``ranks`` cannot share."""
+    given = list(inspect.signature(type(module).forward).parameters)[1:]
+    if len(given) != 3:
+        raise ValueError(
+            f"{name}, a {type(module).__name__}, takes {', '.join(given) or 'nothing'}: experts over ranks take hidden "
+            f"states (N, H), the chosen experts (N, K) and their weights (N, K). Name another module in plan=; "
+            f"experts that are modules in a list have to become one parameter (experts, ...) first"
+        )
+    counts = {key: len(PARAMETERS.of(module)[key]) for key in keys}
+    if len(set(counts.values())) > 1:
+        raise ValueError(
+            f"the parameters of {name} have different numbers of experts along dimension 0: {counts}. Name in plan= "
+            f"only those with one row for each expert"
+        )
+    if (count := next(iter(counts.values()))) % ranks:
+        raise ValueError(
+            f"the {count} experts of {name} do not divide by expert_model_parallel_size={ranks}: give a divisor of "
+            f"{count}"
+        )
+    if any(is_tensor_parallel(PARAMETERS.of(module)[key]) for key in keys):
+        raise ValueError(
+            f"{name} has tensor-parallel parameters already, and experts over ranks are whole experts: call "
+            f"tensor_parallelize(expert_parallelize(model))"
+        )
+
+
+def _divide(module: nn.Module, keys: list[str], ranks: int, parts: dict[nn.Parameter, nn.Parameter]) -> None:
+    """Keep this rank's experts in ``module``; ``parts`` has the part of each parameter, which modules may share."""
+    own = PARAMETERS.of(module)
+    count = len(own[keys[0]])
+    for key in keys:
+        if own[key] not in parts:
+            parts[own[key]] = _part(own[key], ranks)
+        own[key] = parts[own[key]]
+    for attribute in _COUNTS:
+        if vars(module).get(attribute) == count:
+            setattr(module, attribute, count // ranks)
+    override(module, DividedExperts)
+
+
+def _part(parameter: nn.Parameter, ranks: int) -> nn.Parameter:
+    """This rank's experts of ``parameter``, in memory of their own."""
+    # The record of deferred_init knows the meta tensor itself.
+    whole = parameter if parameter.is_meta else torch.empty_like(parameter, device="meta", requires_grad=False)
+    description = PartOf(whole, 0, parallel_state.get_expert_model_parallel_rank(), ranks)
+    with torch.no_grad():
+        part: Any = with_type_of(description.take(parameter), parameter)
+    mark_experts(part)
+    mark_part(part, description)
+    result: nn.Parameter = part
+    return result
