@@ -1,7 +1,9 @@
 """Actions of a rank and their text form: ``2F0`` is stage 2, forward, microbatch 0."""
 
 import re
+from collections.abc import Sequence
 from enum import Enum
+from itertools import pairwise
 from typing import NamedTuple
 
 
@@ -33,6 +35,8 @@ class ActionKind(Enum):
     SUBMIT = "SUBMIT"
     SUM_SEQUENCE = "SUM_SEQUENCE"
     SUM_TIES = "SUM_TIES"
+    DISPATCH = "DISPATCH"
+    COMBINE = "COMBINE"
 
     # Members are singletons. Enum's own hash runs in Python, which is slow for long schedules.
     __hash__ = object.__hash__
@@ -75,6 +79,21 @@ ADDED = tuple(kind for kind in ActionKind if kind not in (*COMPUTE, *TRANSFERS))
 
 # The actions of each rank, in order.
 Schedule = list[list[Action]]
+
+
+def pairs(actions: Sequence[Action]) -> dict[int, int]:
+    """Return the places of forwards with a full backward of another stage next, and the places of these backwards.
+
+    The two of a pair fill each other's waits for the tokens of experts (``Family.overlaps``).
+    """
+    computes = [place for place, action in enumerate(actions) if action.kind in COMPUTE]
+    found = {}
+    for place, after in pairwise(computes):
+        one, other = actions[place], actions[after]
+        if (one.kind, other.kind) == (ActionKind.FORWARD, ActionKind.BACKWARD) and one.stage != other.stage:
+            found[place] = after
+    return found
+
 
 _COMPUTE = re.compile(r"(\d+)([FBIW])(\d+)")
 _KINDS = {kind.value: kind for kind in ActionKind}

@@ -54,6 +54,11 @@ class ChosenSchedule:
             self.name = f"written: {[' '.join(map(str, actions)) for actions in self._written]}"
             self.placement = self._placement_of_written(chunks)
 
+    @property
+    def overlaps(self) -> bool:
+        """``True`` if a forward and the backward after it may run at once (``Family.overlaps``)."""
+        return self._family is not None and self._family.overlaps
+
     @cached_property
     def training(self) -> Schedule:
         """Compute actions of each rank in ``run_train``."""

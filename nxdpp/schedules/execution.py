@@ -10,10 +10,17 @@ replicas, one after the other, while it computes::
     link      head ▸ rest ────────┘
     rank     2REDUCE7 ── 2B7 ── 2RESHARD7      nothing waits for a reduction or an average, until the last action does
     link                 ─────── tail ▸
+
+A stage with experts over ranks waits for tokens while it computes. In a pair of a forward and a backward, one computes
+while the other waits. The two take turns at each of their exchanges::
+
+    rank     0DISPATCH5 ── 0F5 3B2 0F5 3B2 ... 3COMBINE2
+    link                       0F5 3B2 0F5 ...
 """
 
 from collections import deque
 from collections.abc import Mapping, Sequence
+from itertools import islice
 from operator import itemgetter
 from types import MappingProxyType
 from typing import NamedTuple
@@ -40,13 +47,18 @@ class ExchangeTimes(NamedTuple):
     tail: float = 0.0
 
 
+Turns = Sequence[tuple[float, float]]
+"""Of a compute action: times of computation, each with the time of the exchange of tokens after it, which may be 0."""
+
+
 class Times(NamedTuple):
     """Times of each stage in any unit; item ``s`` of each is for stage ``s``.
 
     A full backward takes the time of the input- and the weight-gradient, unless ``backward`` has its own. ``transfer``
     is between stage ``s`` and the next one, in either direction, if they are on different ranks. The last item is not
     used. ``exchanges`` are by the kind of the action that begins them; the ones of ``RESHARD`` are reductions after a
-    backward. Without ``hides`` an exchange takes its time from the computations.
+    backward. Without ``hides`` an exchange takes its time from the computations. ``tokens`` are the turns of a forward
+    and of a backward of each stage; their sums are the times of these.
     """
 
     forward: Sequence[float]
@@ -56,6 +68,7 @@ class Times(NamedTuple):
     exchanges: Mapping[ActionKind, Sequence[ExchangeTimes]] = MappingProxyType({})
     hides: bool = True
     backward: Sequence[float] | None = None
+    tokens: tuple[Sequence[Turns], Sequence[Turns]] | None = None
 
     @property
     def lengths(self) -> dict[ActionKind, Sequence[float]]:
@@ -84,6 +97,27 @@ class Times(NamedTuple):
     def longer(self, clock: float, start: float, time: float) -> float:
         """Return when a rank at ``clock`` goes on that waits for an exchange that takes ``time`` from ``start``."""
         return max(clock, start + time) if self.hides else clock + time
+
+
+def taken_in_turns(first: Turns, second: Turns, hides: bool = True) -> tuple[float, float]:
+    """Return when each of two actions ends that begin at 0: one computes while the other waits for tokens.
+
+    Exchanges follow one another on the link. The last exchange of an action has nothing after it to wait for it.
+    """
+    clock = link = 0.0
+    ends, arrived, left = [0.0, 0.0], [0.0, 0.0], [list(first), list(second)]
+    turn = 0
+    while left[0] or left[1]:
+        if not left[turn]:
+            turn = 1 - turn
+        computed, exchanged = left[turn].pop(0)
+        clock = max(clock, arrived[turn]) + computed
+        if exchanged and hides:
+            arrived[turn] = link = max(link, clock) + exchanged
+        clock += 0.0 if hides else exchanged
+        ends[turn] = max(clock, arrived[turn])
+        turn = 1 - turn
+    return ends[0], max(ends)
 
 
 class ScheduleError(ValueError):
@@ -133,13 +167,16 @@ class Execution:
         self._waits_for_forward: list[int | None] = [None] * stages
         self._waits_for_backward: list[int | None] = [None] * stages
         self._ready = deque(range(len(schedule)))
+        # On each rank the times of the actions of a pair, by their places.
+        self._paired: list[dict[int, float]] = [{} for _ in schedule]
+        self._begun_pairs = [0.0] * len(schedule)
 
     def run(self) -> None:
         """Run all actions; raises ``ScheduleError`` where ranks wait for each other."""
         while self._ready:
             self._advance(self._ready.popleft())
         stuck = {
-            rank: actions[len(starts)]
+            rank: self._stuck(rank, len(starts))
             for rank, (actions, starts) in enumerate(zip(self._schedule, self.starts, strict=True))
             if len(starts) < len(actions)
         }
@@ -151,9 +188,10 @@ class Execution:
         """End of each action. The last one waits for exchanges that go on after it."""
         lengths = self._times.lengths
         found = []
-        for actions, starts, waits, link in zip(self._schedule, self.starts, self.waits, self.links, strict=True):
+        of_ranks = zip(self._schedule, self.starts, self.waits, self.links, self._paired, strict=True)
+        for actions, starts, waits, link, paired in of_ranks:
             ends = [
-                start + lengths[action.kind][action.stage] if action.kind in COMPUTE else waits[at]
+                start + paired.get(at, lengths[action.kind][action.stage]) if action.kind in COMPUTE else waits[at]
                 for at, (action, start) in enumerate(zip(actions, starts, strict=True))
             ]
             found.append([*ends[:-1], max(ends[-1], link)])
@@ -172,6 +210,7 @@ class Execution:
         forward, backward, transfer = self._forward, self._backward, self._transfer
         takes_forward, takes_input, takes_weight, *_ = self._times
         actions, starts, clock, last = self._schedule[rank], self.starts[rank], self.clocks[rank], len(forward) - 1
+        paired, begun = self._paired[rank], self._begun_pairs[rank]
         for position in range(len(starts), len(actions)):
             stage, kind, microbatch, _ = actions[position]
             waiter = None
@@ -183,7 +222,7 @@ class Execution:
                         self._waits_for_forward[stage - 1] = rank
                         break
                     start = max(clock, there)
-                clock = start + takes_forward[stage]
+                clock = start + (paired[position] if position in paired else takes_forward[stage])
                 forward[stage][microbatch] = clock + transfer[stage]
                 waiter = self._waits_for_forward[stage]
                 self._waits_for_forward[stage] = None
@@ -196,16 +235,56 @@ class Execution:
                         self._waits_for_backward[stage + 1] = rank
                         break
                     start = max(clock, there)
-                clock = start + (self._full[stage] if kind is full_kind else takes_input[stage])
+                if position in paired:
+                    start, clock = begun, begun + paired[position]
+                else:
+                    clock = start + (self._full[stage] if kind is full_kind else takes_input[stage])
                 backward[stage][microbatch] = clock + (transfer[stage - 1] if stage else 0.0)
                 waiter = self._waits_for_backward[stage]
                 self._waits_for_backward[stage] = None
+            elif kind is ActionKind.DISPATCH:
+                # The inputs of both must be there.
+                begins = self._begin_pair(rank, position, clock)
+                if begins is None:
+                    break
+                start = clock = self.waits[rank][position] = begun = begins
             else:
                 clock = self.waits[rank][position] = self._exchange(rank, position, clock)
             starts.append(start)
             if waiter is not None:
                 self._ready.append(waiter)
-        self.clocks[rank] = clock
+        self.clocks[rank], self._begun_pairs[rank] = clock, begun
+
+    def _begin_pair(self, rank: int, position: int, clock: float) -> float | None:
+        """Return when the pair after the place of its ``DISPATCH`` begins; ``None`` if an input is not there yet."""
+        first, second = self._pair(rank, position)
+        forward, backward = (self._schedule[rank][at] for at in (first, second))
+        if forward.stage:
+            there = self._forward[forward.stage - 1][forward.microbatch]
+            if there < 0:
+                self._waits_for_forward[forward.stage - 1] = rank
+                return None
+            clock = max(clock, there)
+        if backward.stage + 1 < len(self._forward):
+            there = self._backward[backward.stage + 1][backward.microbatch]
+            if there < 0:
+                self._waits_for_backward[backward.stage + 1] = rank
+                return None
+            clock = max(clock, there)
+        tokens = self._times.tokens
+        if tokens is None:
+            alone = self._times.forward[forward.stage]
+            ends = alone, alone + self._full[backward.stage]
+        else:
+            ends = taken_in_turns(tokens[0][forward.stage], tokens[1][backward.stage], self._times.hides)
+        self._paired[rank] |= zip((first, second), ends, strict=True)
+        return clock
+
+    def _pair(self, rank: int, position: int) -> tuple[int, int]:
+        """Return the places of the two actions after a ``DISPATCH``."""
+        actions = self._schedule[rank]
+        first, second = islice((at for at in range(position, len(actions)) if actions[at].kind in COMPUTE), 2)
+        return first, second
 
     def _exchange(self, rank: int, position: int, clock: float) -> float:
         """Begin or end the exchange of an added action at ``clock``; return when the rank goes on."""
@@ -236,6 +315,14 @@ class Execution:
             sent = self._forward if computed is ActionKind.FORWARD else self._backward
             sent[stage][actions[at].microbatch] += end - clock
         return end
+
+    def _stuck(self, rank: int, position: int) -> Action:
+        """Return the action at ``position``, of a pair the one whose input is missing."""
+        action = self._schedule[rank][position]
+        if action.kind is not ActionKind.DISPATCH:
+            return action
+        first, second = (self._schedule[rank][at] for at in self._pair(rank, position))
+        return first if first.stage and self._forward[first.stage - 1][first.microbatch] < 0 else second
 
     def _describe(self, stuck: dict[int, Action]) -> str:
         """Describe one circle of ranks that wait for each other."""

@@ -28,9 +28,9 @@ The first rank has the first stage and the loss. Rank r
 8. runs the waiting weight-gradients.
 
 Most backwards are full, unlike in ZB-V: they need no second pass over the graph. On devices that exchange tokens
-between experts, a forward and a backward of step 4 can hide each other's exchange. The engine runs them in turn. At
-most p + 1/2 microbatches are in flight, counted in full ranks. For fewer than 2 p microbatches the schedule of 2 p is
-built, and the others are left out.
+between experts, a forward and the backward after it, in steps 4 and 5, hide each other's exchange. Both go down the
+ranks, or both up. At most p + 1/2 microbatches are in flight, counted in full ranks. For fewer than 2 p microbatches
+the schedule of 2 p is built, and the others are left out.
 """
 
 from collections import deque
@@ -108,4 +108,5 @@ DUALPIPE_V = Family(
     each_rank(_rank),
     default_chunks=2,
     v_shaped=True,
+    overlaps=True,
 )

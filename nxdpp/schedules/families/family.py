@@ -13,6 +13,7 @@ class Family:
 
     ``make`` takes a placement and the number of microbatches, and returns the compute actions of all ranks. With
     ``any_chunks`` a rank may have any number of stages, not only the default. ``v_shaped`` is for a placement in a V.
+    ``overlaps`` if a forward and the backward after it (``pairs``) may run at once: no rank then waits forever.
     """
 
     name: str
@@ -21,6 +22,7 @@ class Family:
     default_chunks: int = 1
     any_chunks: bool = False
     v_shaped: bool = False
+    overlaps: bool = False
 
     def placement(self, ranks: int, chunks: int | None = None) -> Placement:
         """Return the placement; ``ValueError`` for numbers of ranks or chunks that the family does not have."""

@@ -6,6 +6,10 @@ With sharded parameters and replicas, stage 2 of a rank::
     lowered     2GATHER0 2F0 2GATHERED0  2F1   2B0   2AVERAGE1 2REDUCE1 2B1 2RESHARD1 2AVERAGED1
 
 An addition begins before an action and ends after it, so that it overlaps with it. Families know nothing of them.
+Around a pair of actions that run at once, all that begins before its second one begins before the first::
+
+    families    0F5 3B2
+    lowered     3AVERAGE2 0DISPATCH5 0F5 3B2 3COMBINE2 3AVERAGED2
 """
 
 from collections import defaultdict
@@ -13,16 +17,17 @@ from collections.abc import Iterable, Sequence
 from enum import Enum, auto
 from typing import NamedTuple
 
-from nxdpp.schedules.actions import BACKWARDS, BEGINS, COMPUTE, Action, ActionKind
+from nxdpp.schedules.actions import BACKWARDS, BEGINS, COMPUTE, Action, ActionKind, pairs
 
 
 class Around(Enum):
-    """The compute actions of a stage around which an addition is; ``END`` is the end of the rank's actions."""
+    """The compute actions around which an addition is: of a stage, or of ``pairs``. ``END`` is the end of a rank's."""
 
     EACH = auto()
     FIRST = auto()
     LAST = auto()
     LAST_BACKWARD = auto()
+    PAIR = auto()
     END = auto()
 
 
@@ -44,6 +49,8 @@ SHARDS_ONCE_A_STEP: Additions = (
 )
 # They share parameters, which are whole only while they compute. A backward that ends reduces gradients too.
 SHARDS_EACH_MICROBATCH: Additions = (Addition(Around.EACH, ActionKind.GATHER, ActionKind.RESHARD),)
+# A forward and a backward fill each other's waits for the tokens of experts.
+TOKENS: Additions = (Addition(Around.PAIR, ActionKind.DISPATCH, ActionKind.COMBINE),)
 # Of each stage of ZeRO. The optimizer of ZeRO-1 exchanges after the schedule.
 OF_ZERO: tuple[Additions, ...] = (AVERAGE, (), SHARDS_ONCE_A_STEP, SHARDS_EACH_MICROBATCH)
 
@@ -53,14 +60,19 @@ def add(actions: Sequence[Action], additions: Iterable[Addition]) -> list[Action
     before: defaultdict[int, list[ActionKind]] = defaultdict(list)
     after: defaultdict[int, list[ActionKind]] = defaultdict(list)
     at_end: list[ActionKind] = []
+    paired: dict[int, int] = {}
     for around, begins, ends in additions:
+        if around is Around.PAIR:
+            paired = pairs(actions)
         for place in _places(actions, around):
             before[place] += [] if begins is None else [begins]
-            after[place] += [] if ends is None else [ends]
+            after[paired.get(place, place) if around is Around.PAIR else place] += [] if ends is None else [ends]
         at_end += [ends] if around is Around.END and ends is not None else []
+    seconds = set(paired.values())
     found: list[Action] = []
     for place, action in enumerate(actions):
-        found += [action._replace(kind=kind) for kind in reversed(before.get(place, ()))]
+        begun = [paired[place], place] if place in paired else [] if place in seconds else [place]
+        found += [actions[at]._replace(kind=kind) for at in begun for kind in reversed(before.get(at, ()))]
         found.append(action)
         found += [action._replace(kind=kind) for kind in after.get(place, ())]
     last = next(action for action in reversed(actions) if action.kind in COMPUTE)
@@ -69,14 +81,17 @@ def add(actions: Sequence[Action], additions: Iterable[Addition]) -> list[Action
 
 def compute_of(actions: Sequence[Action], place: int) -> Action:
     """Return the compute action to which the added action at ``place`` belongs."""
-    near = actions[place + 1 :] if actions[place].kind in BEGINS else reversed(actions[:place])
-    return next(action for action in near if action.kind in COMPUTE)
+    stage, kind, microbatch, _ = actions[place]
+    near = actions[place + 1 :] if kind in BEGINS else reversed(actions[:place])
+    return next(each for each in near if each.kind in COMPUTE and (each.stage, each.microbatch) == (stage, microbatch))
 
 
 def _places(actions: Sequence[Action], around: Around) -> Iterable[int]:
     """Return the places of the compute actions ``around`` which an addition is."""
     if around is Around.END:
         return ()
+    if around is Around.PAIR:
+        return pairs(actions)
     kinds = BACKWARDS if around is Around.LAST_BACKWARD else COMPUTE
     computes = [(place, action) for place, action in enumerate(actions) if action.kind in kinds]
     if around is Around.EACH:

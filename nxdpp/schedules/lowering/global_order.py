@@ -10,7 +10,7 @@ action that computes its tensor. Every rank runs its own part of this order::
 
 from bisect import bisect_right
 
-from nxdpp.schedules.actions import Action, ActionKind, Schedule
+from nxdpp.schedules.actions import COMPUTE, Action, ActionKind, Schedule
 from nxdpp.schedules.execution import Times, run_in_order
 
 # Note: order on NCCL
@@ -43,22 +43,23 @@ Key = tuple[float, int, int]
 
 
 class GlobalOrder:
-    """The order of ``schedule``, whose actions ``check`` accepts."""
+    """The order of ``schedule``, whose actions ``check`` accepts. The two of a pair start together."""
 
     def __init__(self, schedule: Schedule) -> None:
         stages = 1 + max(action.stage for actions in schedule for action in actions)
         microbatches = 1 + max(action.microbatch for actions in schedule for action in actions)
         each, transfers = [1.0] * stages, [0.0] * stages
         starts = run_in_order(schedule, stages, microbatches, Times(each, each, each, transfers)).starts
-        self._keys = [
-            [_key(action, start) for action, start in zip(actions, at, strict=True)]
+        keyed = [
+            [(action, _key(action, start)) for action, start in zip(actions, at, strict=True) if action.kind in COMPUTE]
             for actions, at in zip(schedule, starts, strict=True)
         ]
+        self._keys = [[key for _, key in of_rank] for of_rank in keyed]
         # By stage, microbatch and whether it is the forward: the action whose results are sent.
         self._key_of_source = {
             (action.stage, action.microbatch, action.kind is ActionKind.FORWARD): key
-            for actions, keys in zip(schedule, self._keys, strict=True)
-            for action, key in zip(actions, keys, strict=True)
+            for of_rank in keyed
+            for action, key in of_rank
             if action.kind is not ActionKind.WEIGHT_GRADIENT
         }
 

@@ -13,12 +13,15 @@ from another in the order of its sends, some earlier than ``posted_ahead``. A de
 actions (``check``), or too few sends in flight (``rendezvous``).
 
 With ``posted_ahead=None`` receives are posted in the global order (``global_order``), as NCCL needs it.
+
+The two actions of a pair (``TOKENS``) run at once: the receives of the second one are posted before the first.
 """
 
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Sequence
 
-from nxdpp.schedules.actions import Action, ActionKind, Schedule
+from nxdpp.schedules.actions import Action, ActionKind, Schedule, pairs
+from nxdpp.schedules.lowering.additions import TOKENS, add
 from nxdpp.schedules.lowering.global_order import GlobalOrder
 
 # (source, destination): an output of stage ``source`` is an input of stage ``destination``.
@@ -31,23 +34,26 @@ _RECEIVED_AS = {
 }
 
 
-def lower(schedule: Schedule, edges: Collection[StagePair], posted_ahead: int | None = 2) -> Schedule:
+def lower(
+    schedule: Schedule, edges: Collection[StagePair], posted_ahead: int | None = 2, paired: bool = False
+) -> Schedule:
     """Add the sends and receives to each rank's compute actions, a schedule that ``check`` accepts.
 
     Sends and receives name their peer. On a rank with one stage, all at one place become one action without a peer.
     ``edges`` are pairs of stages that exchange activations; gradients go in the other direction. ``posted_ahead`` is
     the number of compute actions between a receive and its use; it bounds the buffers held. ``None`` posts receives in
-    the global order. All sends and receives then name their peer.
+    the global order. All sends and receives then name their peer. ``paired`` is for a schedule whose ``pairs`` run at
+    once.
     """
-    lowering = _Lowering(schedule, edges, posted_ahead)
+    lowering = _Lowering(schedule, edges, posted_ahead, paired)
     return [lowering.rank(rank) for rank in range(len(schedule))]
 
 
 def lower_rank(
-    schedule: Schedule, rank: int, edges: Collection[StagePair], posted_ahead: int | None = 2
+    schedule: Schedule, rank: int, edges: Collection[StagePair], posted_ahead: int | None = 2, paired: bool = False
 ) -> list[Action]:
     """Return the list of ``rank`` in ``lower``; ``edges`` needs only the edges of its own stages."""
-    return _Lowering(schedule, edges, posted_ahead).rank(rank)
+    return _Lowering(schedule, edges, posted_ahead, paired).rank(rank)
 
 
 def matching_receive(send: Action) -> Action:
@@ -111,11 +117,16 @@ class Exchanges:
 
 
 class _Lowering:
-    def __init__(self, schedule: Schedule, edges: Collection[StagePair], posted_ahead: int | None) -> None:
+    def __init__(
+        self, schedule: Schedule, edges: Collection[StagePair], posted_ahead: int | None, paired: bool
+    ) -> None:
         self._schedule = schedule
+        self._paired = paired
         self._exchanges = Exchanges(schedule, edges)
         self._posted_ahead = posted_ahead
-        self._order = GlobalOrder(schedule) if posted_ahead is None else None
+        self._order: GlobalOrder | None = None
+        if posted_ahead is None:
+            self._order = GlobalOrder([add(actions, TOKENS) for actions in schedule] if paired else schedule)
 
     def rank(self, rank: int) -> list[Action]:
         actions = self._schedule[rank]
@@ -143,8 +154,9 @@ class _Lowering:
 
     def _posts(self, rank: int, posted_ahead: int) -> list[list[Action]]:
         """Return the receives to post before each compute action of ``rank``, ``posted_ahead`` before their use."""
+        firsts = {second: first for first, second in pairs(self._schedule[rank]).items()} if self._paired else {}
         uses = {
-            receive: position
+            receive: firsts.get(position, position)
             for position, action in enumerate(self._schedule[rank])
             for receive in self._exchanges.receives(action)
         }

@@ -14,7 +14,7 @@ from bisect import bisect_left
 from collections.abc import Collection, Sequence
 
 from nxdpp.schedules.actions import COMPUTE, Action, ActionKind, Schedule
-from nxdpp.schedules.lowering.additions import Addition, add
+from nxdpp.schedules.lowering.additions import TOKENS, Addition, Around, add
 from nxdpp.schedules.lowering.lowering import Exchanges, StagePair, lower, lower_rank
 from nxdpp.schedules.lowering.rendezvous import sends_in_flight
 from nxdpp.schedules.lowering.transport_rules import TransportRules
@@ -97,7 +97,7 @@ def rank_program(
 
     Without backwards there are no releases.
     """
-    actions = lower_rank(schedule, rank, edges, rules.posted_ahead)
+    actions = lower_rank(schedule, rank, edges, rules.posted_ahead, _has_pairs(additions))
     return add(with_releases(actions, schedule, rank, edges) if trains else actions, additions)
 
 
@@ -114,7 +114,13 @@ def with_releases(
     return found
 
 
-def in_flight_limit(schedule: Schedule, edges: Collection[StagePair], rules: TransportRules) -> int:
+def _has_pairs(additions: Sequence[Addition]) -> bool:
+    return any(each.around is Around.PAIR for each in additions)
+
+
+def in_flight_limit(
+    schedule: Schedule, edges: Collection[StagePair], rules: TransportRules, additions: Sequence[Addition] = ()
+) -> int:
     """Return the limit of sends in flight between two stages, for tensors that no backward holds.
 
     It is enough where receives begin at their use, as over shared memory.
@@ -122,4 +128,7 @@ def in_flight_limit(schedule: Schedule, edges: Collection[StagePair], rules: Tra
     if rules.posted_ahead is None:
         # In the global order a rank may wait for each send.
         return _SENDS_IN_FLIGHT
-    return max(_SENDS_IN_FLIGHT, sends_in_flight(lower(schedule, edges, 0), edges))
+    paired = _has_pairs(additions)
+    lowered = lower(schedule, edges, 0, paired)
+    lowered = [add(actions, TOKENS) for actions in lowered] if paired else lowered
+    return max(_SENDS_IN_FLIGHT, sends_in_flight(lowered, edges))

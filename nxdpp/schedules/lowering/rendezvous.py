@@ -12,7 +12,7 @@ The result does not depend on the speed of the ranks, since a finished transfer 
 
 from bisect import bisect_left
 from collections import defaultdict, deque
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterator, Sequence
 
 from nxdpp.schedules.actions import COMPUTE, Action, ActionKind, Schedule
 from nxdpp.schedules.check import ScheduleError
@@ -80,7 +80,7 @@ class _Network:
         return self.sums <= self.posted if wait in self.sums else wait in self.posted and wait in self.started
 
 
-def _run_rank(actions: Iterable[Action], network: _Network, in_flight: int) -> Iterator[tuple[int, Action]]:
+def _run_rank(actions: Sequence[Action], network: _Network, in_flight: int) -> Iterator[tuple[int, Action]]:
     """Run the actions; yields the place of the rank and the transfer or sum that must be over before it continues."""
     sends: defaultdict[tuple[int, int | None, ActionKind], deque[Action]] = defaultdict(deque)
     at = 0
@@ -97,6 +97,11 @@ def _run_rank(actions: Iterable[Action], network: _Network, in_flight: int) -> I
                     yield at, queue.popleft()
         elif action.kind in COMPUTE:
             for receive in network.exchanges.receives(action):
+                yield at, receive
+        elif action.kind is ActionKind.DISPATCH:
+            # The forward of the pair goes on when its backward does.
+            second = next(each for each in actions[at:] if each.kind is ActionKind.BACKWARD)
+            for receive in network.exchanges.receives(second):
                 yield at, receive
         elif action in network.sums:
             network.posted.add(action)
