@@ -7,7 +7,7 @@ for its type) give streams, events, random numbers and memory. Only this file as
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -37,6 +37,10 @@ class Accelerator(Device):
         stamp = self.stamp()
         stamp.synchronize()
         return stamp, time.perf_counter_ns()
+
+    def enter_thread(self) -> Callable[[], None]:
+        """Return a call that sets the present stream of the device."""
+        return partial(torch.accelerator.set_stream, torch.accelerator.current_stream(self.device))
 
     def synchronize(self) -> None:
         """Wait until the device is idle."""

@@ -103,6 +103,10 @@ class Device:
     def expect_updates(self, tensors: Iterable[torch.Tensor]) -> None:
         """Make the graphs before the first change in place of ``tensors`` equal to the graphs after it."""
 
+    def enter_thread(self) -> Callable[[], None]:
+        """Return a call by which another thread gets the current device and stream of this one."""
+        return lambda: None
+
     def synchronize(self) -> None:
         """Wait until the device is idle."""
 

@@ -7,7 +7,9 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from nxdpp.experts.interface import OURS, check_implementation, choose_implementation
 from nxdpp.experts.layer import DividedExperts
+from nxdpp.experts.shared import find_shared
 from nxdpp.gradients.expert_parameters import is_of_experts, mark_experts
 from nxdpp.gradients.optimizer.partial_steps import refuse_partial_steps
 from nxdpp.gradients.replaced_parameters import check_no_optimizer_holds, watch_replaced
@@ -31,7 +33,7 @@ _COUNTS = ("num_experts", "num_local_experts")
 _SHAPED = ("gate_up_proj", "up_proj", "down_proj")
 
 
-def expert_parallelize(model: M, plan: Mapping[str, str] | None = None) -> M:
+def expert_parallelize(model: M, plan: Mapping[str, str] | None = None, *, ep_implementation: str = OURS) -> M:
     """Divide the experts of ``model`` over the ranks of the expert group, in place; not collective.
 
     Call it after ``initialize_model_parallel(expert_model_parallel_size=...)`` and before ``NxDPPModel``, with the same
@@ -52,6 +54,8 @@ def expert_parallelize(model: M, plan: Mapping[str, str] | None = None) -> M:
             ``{"layers.*.moe.experts.weight": "grouped_gemm"}``, in place of the model's own ``ep_plan``. Entries
             ``"ep_dispatch_experts"``, which transformers has for their modules, may be there too. The name pattern of a
             type without a plan is not needed where its experts are called ``gate_up_proj`` and ``down_proj``.
+        ep_implementation: name in transformers' ``EPImplementationInterface`` of the class that brings tokens to
+            experts. One other than ours tells no balance, and nothing runs while its tokens are on their way.
 
     Returns:
         ``model`` itself; unchanged with ``expert_model_parallel_size=1``.
@@ -59,8 +63,8 @@ def expert_parallelize(model: M, plan: Mapping[str, str] | None = None) -> M:
     Raises:
         TypeError: for a model that is wrapped already, and a malformed plan.
         ValueError: for a model in which no experts are found, for names and styles that do not fit, for a number of
-            experts that does not divide, and for experts that ``tensor_parallelize`` has divided. Nothing is changed
-            then.
+            experts that does not divide, for experts that ``tensor_parallelize`` has divided, and for an implementation
+            that is not registered. Nothing is changed then.
         RuntimeError: before ``initialize_model_parallel``, and for parameters that an optimizer holds: it would keep
             stepping the whole ones.
 
@@ -71,10 +75,12 @@ def expert_parallelize(model: M, plan: Mapping[str, str] | None = None) -> M:
             f"expert_parallelize takes a model before it is wrapped, not a {type(model).__name__}: "
             f"NxDPPModel(expert_parallelize(model), ...)"
         )
+    check_implementation(ep_implementation)
     ranks = parallel_state.get_expert_model_parallel_size()
     if any(map(is_of_experts, model.parameters())):
         raise ValueError("the experts of the model are divided already: call expert_parallelize once")
-    found = _experts(base_of(model), plan)
+    base = base_of(model)
+    found = _experts(base, plan)
     if ranks == 1:
         return model
     for name, (module, keys) in found.items():
@@ -83,8 +89,10 @@ def expert_parallelize(model: M, plan: Mapping[str, str] | None = None) -> M:
     check_no_optimizer_holds(before, "Make the optimizer after NxDPPModel(expert_parallelize(model), ...).")
     refuse_partial_steps()
     parts: dict[nn.Parameter, nn.Parameter] = {}
-    for module, keys in found.values():
+    for name, (module, keys) in found.items():
         _divide(module, keys, ranks, parts)
+        choose_implementation(module, ep_implementation)
+        find_shared(base.get_submodule(name.rpartition(".")[0]))
     kept = {id(parameter) for parameter in model.parameters()}
     watch_replaced({name: parameter for name, parameter in before.items() if id(parameter) not in kept})
     refuse_methods(model, divides_logits=False)

@@ -3,12 +3,14 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from nxdpp.experts import shared
 from nxdpp.experts.routing import StepRouting
 from nxdpp.gradients.replica_gradients import ReplicaGradients
 from nxdpp.pipeline.local.changes import Change
 from nxdpp.pipeline.local.part import Part
 from nxdpp.pipeline.step import Participant, Step
 from nxdpp.ranks.faults import failure_watch
+from nxdpp.schedules.lowering.additions import TOKENS
 from nxdpp.tracing.modules import listings
 
 
@@ -17,6 +19,7 @@ class Experts(Participant):
 
     def __init__(self, part: Part, replicas: ReplicaGradients, facts: Sequence[str]) -> None:
         self._part, self._replicas, self._facts = part, replicas, facts
+        self.additions = TOKENS
         self._routing, self._watch = StepRouting(), part.changes.watch(Change.MODULE)
 
     @property
@@ -39,6 +42,10 @@ class Experts(Participant):
         microbatches = f"microbatches: {len(step.loss.microbatches)}"
         with failure_watch.reported():
             self._replicas.exchanges.begin(f"{kind} of experts over ranks", [microbatches, *self._facts])
+
+    def finish(self, step: Step) -> None:
+        """Let shared experts run ahead that can."""
+        shared.settle()
 
     def told(self) -> Mapping[str, Any]:
         """Return how many tokens came to the experts of this rank."""

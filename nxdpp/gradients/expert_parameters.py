@@ -1,7 +1,7 @@
 """Parameters of experts that expert-parallel ranks divide: whose gradients become one, and how.
 
 Tokens of all replicas of an expert group reach the experts of each of its ranks. The layer of experts scales the
-gradients of outputs, so that a gradient of experts is the mean over these replicas (``experts/layer.py``). It is then
+gradients of outputs, so that a gradient of experts is the mean over these replicas (``experts/tokens.py``). It is then
 averaged over the ranks with the same experts. So a mean stays what it is if it is averaged again, as a program does
 that accumulates steps. 4 data-parallel ranks, expert size 2::
 

@@ -192,7 +192,7 @@ REFUSED = [
     "expert_model_parallel_size=3 must divide the 2 data-parallel ranks",
     "expert_model_parallel_size=0 must divide the 2 data-parallel ranks",
     "expert_model_parallel_size=2.0 must be a whole number of at least 1",
-    "already initialized with expert_model_parallel_size=2, which differs from 1",
+    "already initialized with expert_model_parallel_size=2, which differs from expert_model_parallel_size=1",
     "the experts of the model are divided already",
     "takes a model before it is wrapped, not a NxDPPModel",
     "Linear has no plan for experts",

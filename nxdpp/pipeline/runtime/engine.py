@@ -7,10 +7,12 @@ The engine compiles the list of actions once into bound calls. Each step makes t
     1SEND_F0   start to send (B, T, H) to later stages                          runner.send_activation
     1FREE_F0   free a finished send                                             channel.release
     1GATHER0   what takes part beside the stages, such as shards                a call of the participant
+    1DISPATCH0 the forward that follows and the backward after it take turns    pair.open
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import islice
 from typing import Any
 
 from nxdpp.devices.kinds import device_of
@@ -20,6 +22,7 @@ from nxdpp.pipeline.loss.step_loss import StepLoss
 from nxdpp.pipeline.p2p.channel import Channel, RemoteChannel
 from nxdpp.pipeline.p2p.transport import Direction, Transport
 from nxdpp.pipeline.runtime.input_ranges import note_ranges
+from nxdpp.pipeline.runtime.overlapped_pair import OverlappedPair
 from nxdpp.pipeline.runtime.stage_channels import EngineConfig, StageChannels
 from nxdpp.pipeline.runtime.stage_runner import StageRunner
 from nxdpp.pipeline.stages.cut_graph import StageProgram
@@ -71,6 +74,7 @@ class Engine:
     ) -> None:
         self._config = config
         self._added = added or {}
+        self._pair = OverlappedPair(device_of(config.device), recorder)
         self._transport = transport
         self._recorder = recorder
         self.device = device_of(config.device)
@@ -129,17 +133,14 @@ class Engine:
         try:
             for at, call in enumerate(self._calls):
                 board.action = at
-                if self._recorder is None:
-                    call()
-                else:
-                    self._recorder.record(self._called_for[at], call)
+                call()
             # Wait until all tensors and objects of the step have been sent.
             for channel in self._channels:
                 channel.finish()
             if self._transport is not None:
                 self._transport.finish()
         except Exception as error:
-            action = self._called_for[at]
+            action = self._called_for[at] if self._pair.failed is None else self._pair.failed
             runner = self._runners[self._key(action)]
             note_line(error, runner.module)
             _note(error, action)
@@ -148,6 +149,7 @@ class Engine:
             failure_watch.report(error)
             raise
         finally:
+            self._pair.abandon()
             board.end_actions()
         self.timer.stop()
         results: dict[int, list[Any]] = {}
@@ -167,12 +169,25 @@ class Engine:
         last_sends = {action[:3]: at for at, action in sends}
         calls: list[Callable[[], None]] = []
         called_for: list[Action] = []
+        seconds: dict[int, tuple[Action, int]] = {}
         for at, action in enumerate(actions):
             new: list[Callable[[], None]]
-            if action.kind in self._added:
+            if action.kind is ActionKind.DISPATCH:
+                first, second = islice((each for each in range(at, len(actions)) if actions[each].kind in COMPUTE), 2)
+                # The call is made where the one of the backward is known.
+                seconds[second], new = (actions[first], len(calls)), [_not_compiled]
+            elif action.kind is ActionKind.COMBINE:
+                new = []
+            elif action.kind in self._added:
                 new = [partial(self._added[action.kind], compute_of(actions, at))]
             else:
                 new = self._calls_of(action, last_sends.get(action[:3]) == at)
+            if self._recorder is not None:
+                new = [partial(self._recorder.record, action, call) for call in new]
+            if at in seconds:
+                forward, place = seconds[at]
+                calls[place] = partial(self._pair.open, forward, action, len(calls), *new)
+                new = [self._pair.finish]
             calls += new
             called_for += [action] * len(new)
         return calls, called_for
@@ -204,6 +219,10 @@ class Engine:
         channels = (self._channels_out if action.kind in _TO_DESTINATIONS else self._channels_in)[self._key(action)]
         wanted = [each for peer, each in channels.items() if action.peer in (None, peer) and each.boundary.values]
         return [channel for channel in wanted if isinstance(channel, RemoteChannel)]
+
+
+def _not_compiled() -> None:
+    raise AssertionError("a pair has a backward")
 
 
 def _text(action: Action) -> str:

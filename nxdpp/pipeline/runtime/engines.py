@@ -98,6 +98,8 @@ class Engines:
         for each in reversed(participants):
             additions += each.additions
             added |= each.calls
+        if not (self._schedule.overlaps and signature.train) or device_of(device).is_lazy:
+            additions = [each for each in additions if each.around is not Around.PAIR]
         edges, train, microbatches = program.edges, signature.train, signature.microbatches
         key = edges, train, microbatches, tuple(additions)
         if key not in self._lowered:
@@ -106,7 +108,7 @@ class Engines:
             lowered = rank_program(compute, self._rank, edges, rules, train, tuple(additions))
             # Sent activations that are held for the backward anyway need no limit.
             is_limited = not (train and self._keep_outputs)
-            self._lowered[key] = lowered, in_flight_limit(compute, edges, rules) if is_limited else None
+            self._lowered[key] = lowered, in_flight_limit(compute, edges, rules, additions) if is_limited else None
         actions, in_flight = self._lowered[key]
         config = EngineConfig(
             *(self._schedule.placement, self._rank, microbatches, device, train, self._keep_outputs, in_flight),
