@@ -61,8 +61,8 @@ def _state(wrapped: NxDPPModel, optimizer: torch.optim.Optimizer) -> State:
     for name, parameter, start, values, state in pieces:
         part = part_of(parameter)
         place = (0 if part is None else part.index), start
-        values, average = (local_rows(each).detach().reshape(-1) for each in (values, state["exp_avg"]))
-        found.setdefault(name, {})[place] = values, average
+        own, average = (local_rows(each).detach().reshape(-1) for each in (values, state["exp_avg"]))
+        found.setdefault(name, {})[place] = own, average
     return found
 
 

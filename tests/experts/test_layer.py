@@ -249,7 +249,7 @@ class _Skipping(Layer):
     """A layer that leaves its experts out for some inputs."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return x if x[0, 0] == 1 else super().forward(x)
+        return 2 * x if x[0, 0] == 1 else super().forward(x)
 
 
 def _mistakes(rank: int, case: str) -> None:

@@ -169,7 +169,7 @@ def _fully_sharded(name: str, resharding: bool | None = None, reduction: str = "
         if reduction == "sum":
             for parameter in whole.parameters():
                 assert parameter.grad is not None
-                parameter.grad *= replicas
+                parameter.grad *= replicas * MICROBATCHES
         norm = wrapped.clip_grad_norm_(MAX_NORM)
         found[f"norm {step}"] = float(norm - nn.utils.clip_grad_norm_(whole.parameters(), MAX_NORM))
         for each in (optimizer, plain):
