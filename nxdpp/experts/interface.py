@@ -6,7 +6,7 @@ to the ranks of their experts and back: with DeepEP's kernels, or as transformer
 """
 
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -22,7 +22,7 @@ _NAME = "_ep_implementation"
 _made: WeakKeyDictionary[nn.Module, EPImplementation] = WeakKeyDictionary()
 
 
-class TokensToExperts(EPImplementation):  # type: ignore[misc]
+class TokensToExperts(EPImplementation):
     """Tokens go to their experts' ranks and back, as in a pipeline; gradients of experts are sums over the tokens."""
 
     def __init__(self, experts: nn.Module, ep_mesh: DeviceMesh, tp_mesh: DeviceMesh) -> None:
@@ -38,7 +38,7 @@ class TokensToExperts(EPImplementation):  # type: ignore[misc]
     ) -> torch.Tensor:
         """Return the outputs ``(N, H)`` of this rank's tokens; collective over the expert group."""
         given = hidden_states, top_k_index, top_k_weights
-        count, group = self.num_local_experts, self.ep_mesh.get_group()
+        count, group = cast(int, self.num_local_experts), self.ep_mesh.get_group()
         return dispatched(self.experts_forward, count, *given, group, mean=False)[0]
 
 

@@ -48,7 +48,8 @@ class DividedExperts(KeepsAttributes):
             return run(rows, choices % count, weights).view_as(hidden)
         call = None if routing is None else routing.choose(self, choices)
         if (other := other_implementation(self, run, count)) is not None:
-            return other(rows, choices, weights).view_as(hidden)
+            brought: torch.Tensor = other(rows, choices, weights)
+            return brought.view_as(hidden)
         asked = run, count, rows, choices, weights, parallel_state.get_expert_model_parallel_group()
         if routing is None or call is None:
             return dispatched(*asked)[0].view_as(hidden)

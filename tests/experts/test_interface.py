@@ -14,12 +14,12 @@ from tests.support.expert_models import batch_of, make, step_of_one_process
 from tests.support.run_ranks import run_ranks
 
 
-class _Counting(AllToAllEP):  # type: ignore[misc]
+class _Counting(AllToAllEP):
     calls = 0
 
     def __call__(self, *args: Any) -> Any:
         _Counting.calls += 1
-        return super().__call__(*args)
+        return super().__call__(*args)  # type: ignore[no-untyped-call]
 
 
 def _another(rank: int) -> dict[str, float]:
@@ -43,18 +43,16 @@ def test_another_implementation_takes_our_place() -> None:
 def _without_pipeline(rank: int) -> dict[str, float]:
     """Differences of gradients of a model that transformers divides, whose tokens ours brings."""
     parallel_state.initialize_model_parallel(backend="gloo")
-    import nxdpp.experts.interface  # noqa: F401
-
     model = make("mixtral", 2)
     whole = copy.deepcopy(model)
     group = dist.group.WORLD
     assert group is not None
     alone = dist.new_group([rank], use_local_synchronization=True)
-    meshes = [DeviceMesh.from_group(each, "cpu") for each in (group, alone)]
+    experts, tokens = (DeviceMesh.from_group(each, "cpu") for each in (group, alone))
     modules = [f"model.layers.{layer}.mlp.experts" for layer in range(2)]
     parameters = [f"{name}.{each}" for name in modules for each in ("gate_up_proj", "down_proj")]
     plan = dict.fromkeys(parameters, "grouped_gemm") | dict.fromkeys(modules, "ep_dispatch_experts")
-    apply_expert_parallelism(model, *meshes, plan, "nxdpp")
+    apply_expert_parallelism(model, experts, tokens, plan, "nxdpp")
     batches = [batch_of(each, 2) for each in range(2)]
     model(**batches[rank]).loss.backward()
     for batch in batches:
