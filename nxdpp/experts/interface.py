@@ -18,7 +18,7 @@ from nxdpp.experts.tokens import LocalExperts, dispatched
 from nxdpp.ranks import current_state, parallel_state
 
 OURS = "nxdpp"
-_NAME = "_ep_implementation"
+_NAME = "ep_implementation"
 _made: WeakKeyDictionary[nn.Module, EPImplementation] = WeakKeyDictionary()
 
 

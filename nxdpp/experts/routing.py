@@ -20,6 +20,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from nxdpp.counted import counted
 from nxdpp.ranks import parallel_state
 from nxdpp.ranks.faults.board import NO_ACTION, board
 
@@ -189,8 +190,8 @@ class _Given(TorchFunctionMode):
         rows = input[..., 0].numel()
         if rows != len(self._choices):
             raise ValueError(
-                f"replayed_routing has the choices of {len(self._choices)} tokens of {self._name}, and the microbatch "
-                f"has {rows}: give it the batches of the recorded steps"
+                f"replayed_routing has the choices of {counted(len(self._choices), 'token')} of {self._name}, and the "
+                f"microbatch has {rows}: give it the batches of the recorded steps"
             )
         choices = self._choices.to(input.device).view(*input.shape[:-1], k)
         return torch.return_types.topk((input.gather(-1, choices), choices))

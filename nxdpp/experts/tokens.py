@@ -87,7 +87,7 @@ def dispatched(
     _check_calls(numbers[:ranks], call, text_of, dist.get_rank(group))
     sent, received, tokens = numbers[ranks : 2 * ranks], numbers[2 * ranks : 3 * ranks], numbers[3 * ranks :]
     # Send each pair of a token and an expert, and compute.
-    scale = ranks if mean else 1
+    scale = 1 if not mean else ranks
     rows = _all_to_all(hidden[order // choices], sent, received, group, ActionKind.DISPATCH, scale)
     local = torch.arange(count, device=hidden.device).repeat(ranks).repeat_interleave(theirs.reshape(-1))
     outputs = _computed(run, rows, local)

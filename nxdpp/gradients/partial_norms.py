@@ -45,9 +45,9 @@ def refuse_partial_norms(of_models: Parameters) -> None:
 def _check(gradients: Sequence[torch.Tensor]) -> None:
     if not parallel_state.model_parallel_is_initialized():
         return
-    of_experts = parallel_state.get_expert_model_parallel_size() if any(map(is_of_experts, _of_models())) else 1
-    stages = parallel_state.get_pipeline_model_parallel_size()
-    ranks = stages * parallel_state.get_tensor_model_parallel_size() * of_experts
+    ranks = parallel_state.get_pipeline_model_parallel_size() * parallel_state.get_tensor_model_parallel_size()
+    if any(map(is_of_experts, _of_models())):
+        ranks *= parallel_state.get_expert_model_parallel_size()
     if ranks == 1:
         return
     measured = set(map(id, gradients))

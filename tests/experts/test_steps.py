@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from nxdpp import GradScaler, NxDPPModel, expert_parallelize, fully_shard, parallel_state
 from nxdpp.gradients.expert_parameters import is_of_experts
-from nxdpp.gradients.gradient_norm import get_grad_norm
 from nxdpp.gradients.optimizer.zero1 import Zero1Optimizer
 from nxdpp.gradients.shards.local_tensors import local_rows
 from nxdpp.initialization.parts import own_part
@@ -136,8 +135,7 @@ def _sharded(name: str, whole_gradients: bool = False, reduction: str = "mean") 
                 parameter.grad *= replicas
         optimizer.reduce_gradients()
         norm = nn.utils.clip_grad_norm_(whole.parameters(), MAX_NORM)
-        pieces = [each for group in optimizer.base_optimizer.param_groups for each in group["params"]]
-        found[f"norm of pieces {step}"] = float(get_grad_norm(pieces, zero1_optimizer=True) - norm)
+        found[f"norm of pieces {step}"] = float(optimizer.gradient_norm() - norm)
         plain.step()
         optimizer.step()
         assert optimizer.grad_norm is not None

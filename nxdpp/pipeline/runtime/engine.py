@@ -74,7 +74,8 @@ class Engine:
     ) -> None:
         self._config = config
         self._added = added or {}
-        self._pair = OverlappedPair(device_of(config.device), recorder)
+        # Where actions run in pairs.
+        self._pair: OverlappedPair | None = None
         self._transport = transport
         self._recorder = recorder
         self.device = device_of(config.device)
@@ -140,7 +141,8 @@ class Engine:
             if self._transport is not None:
                 self._transport.finish()
         except Exception as error:
-            action = self._called_for[at] if self._pair.failed is None else self._pair.failed
+            failed = None if self._pair is None else self._pair.failed
+            action = failed or self._called_for[at]
             runner = self._runners[self._key(action)]
             note_line(error, runner.module)
             _note(error, action)
@@ -149,7 +151,8 @@ class Engine:
             failure_watch.report(error)
             raise
         finally:
-            self._pair.abandon()
+            if self._pair is not None:
+                self._pair.abandon()
             board.end_actions()
         self.timer.stop()
         results: dict[int, list[Any]] = {}
@@ -169,28 +172,36 @@ class Engine:
         last_sends = {action[:3]: at for at, action in sends}
         calls: list[Callable[[], None]] = []
         called_for: list[Action] = []
-        seconds: dict[int, tuple[Action, int]] = {}
+        seconds: set[int] = set()
         for at, action in enumerate(actions):
             new: list[Callable[[], None]]
             if action.kind is ActionKind.DISPATCH:
                 first, second = islice((each for each in range(at, len(actions)) if actions[each].kind in COMPUTE), 2)
-                # The call is made where the one of the backward is known.
-                seconds[second], new = (actions[first], len(calls)), [_not_compiled]
+                seconds.add(second)
+                # While the backward runs, the board shows the number of this call.
+                action, new = actions[second], [self._opening(actions[first], actions[second], len(calls))]
             elif action.kind is ActionKind.COMBINE:
                 new = []
-            elif action.kind in self._added:
-                new = [partial(self._added[action.kind], compute_of(actions, at))]
-            else:
-                new = self._calls_of(action, last_sends.get(action[:3]) == at)
-            if self._recorder is not None:
-                new = [partial(self._recorder.record, action, call) for call in new]
-            if at in seconds:
-                forward, place = seconds[at]
-                calls[place] = partial(self._pair.open, forward, action, len(calls), *new)
+            elif at in seconds:
+                assert self._pair is not None, "it has begun"
                 new = [self._pair.finish]
+            elif action.kind in self._added:
+                new = self._recorded(action, [partial(self._added[action.kind], compute_of(actions, at))])
+            else:
+                new = self._recorded(action, self._calls_of(action, last_sends.get(action[:3]) == at))
             calls += new
             called_for += [action] * len(new)
         return calls, called_for
+
+    def _opening(self, forward: Action, backward: Action, number: int) -> Callable[[], None]:
+        """The call that begins a pair; the board shows its ``number``."""
+        if self._pair is None:
+            self._pair = OverlappedPair(self.device, self._recorder)
+        (call,) = self._recorded(backward, self._calls_of(backward, False))
+        return partial(self._pair.open, forward, backward, number, call)
+
+    def _recorded(self, action: Action, calls: list[Callable[[], None]]) -> list[Callable[[], None]]:
+        return calls if self._recorder is None else [partial(self._recorder.record, action, call) for call in calls]
 
     def _calls_of(self, action: Action, last: bool) -> list[Callable[[], None]]:
         runner, microbatch = self._runners[self._key(action)], action.microbatch
@@ -219,10 +230,6 @@ class Engine:
         channels = (self._channels_out if action.kind in _TO_DESTINATIONS else self._channels_in)[self._key(action)]
         wanted = [each for peer, each in channels.items() if action.peer in (None, peer) and each.boundary.values]
         return [channel for channel in wanted if isinstance(channel, RemoteChannel)]
-
-
-def _not_compiled() -> None:
-    raise AssertionError("a pair has a backward")
 
 
 def _text(action: Action) -> str:

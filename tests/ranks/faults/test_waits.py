@@ -33,6 +33,7 @@ _OTHER = {
     "nxdpp/checkpoint/files/checksummed_reader.py": "a thread of this process",
     "nxdpp/devices/host_sends.py": "its callers wait",
     "nxdpp/doors/nxd/checkpoint.py": "a thread of this process",
+    "nxdpp/pipeline/runtime/overlapped_pair.py": "a thread of this process",
     "nxdpp/planning/measured/rank.py": "torchrun of the planner ends the ranks after a limit",
     "nxdpp/ranks/faults/causes.py": "threads of the failure watch",
     "nxdpp/ranks/faults/hang_watch.py": "threads of the failure watch",
