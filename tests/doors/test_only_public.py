@@ -9,12 +9,13 @@ ROOT = Path(__file__).parents[2]
 PUBLIC = ("nxdpp", "nxdpp.optimizer", "nxdpp.parallel_layers")
 # Comparisons of ranks, parts of batches and of tensors, ties, options of groups, refusals of a step or a save
 # of a part, values that are sent, waits for them, mappings, modules to checkpoint and to compile, master copies, states
-# of generators, paths of files, nouns of numbers and private names of torch have one place each.
+# of generators, paths of files, the device of a rank, nouns of numbers and private names of torch have one place each.
 SHARED = (
     "nxdpp.doors.local_modules.",
     "nxdpp.doors.random_states.",
     "nxdpp.agreement.",
     "nxdpp.counted.",
+    "nxdpp.devices.kinds.",
     "nxdpp.checkpoint.distributed.model_state.",
     "nxdpp.checkpoint.distributed.rectangles.",
     "nxdpp.generation.batches.",
@@ -25,7 +26,9 @@ SHARED = (
     "nxdpp.pipeline.layer_compilation.",
     "nxdpp.pipeline.local.own_save.",
     "nxdpp.pipeline.microbatches.rows.",
+    "nxdpp.ranks.device_choice.",
     "nxdpp.ranks.faults.waits.",
+    "nxdpp.ranks.launch.",
     "nxdpp.ranks.exchange.",
     "nxdpp.ranks.group_values.",
     "nxdpp.schedules.chosen.",

@@ -44,7 +44,7 @@ def _save(rank: int, folder: Path) -> None:
     staged = NxDPPModel(_tied(), num_microbatches=2)
     staged.move_model_to_device()
     save_checkpoint(folder / "out", "one", staged)
-    sharded: Any = fully_shard(_tied(), mesh=init_device_mesh("cpu", (2,)))
+    sharded: Any = fully_shard(_tied(), mesh=init_device_mesh(parallel_state.local_device().type, (2,)))
     optimizer = AdamW(sharded.parameters(), lr=0.1)
     for parameter in sharded.parameters():
         parameter.grad = torch.ones_like(parameter)
@@ -54,7 +54,7 @@ def _save(rank: int, folder: Path) -> None:
     progress = {"step": torch.tensor(3), "loader": {"epoch": 1}}
     save({"app": {"model": model_state, "optimizer": optimizer_state, **progress}}, checkpoint_id=folder / "nested")
     save({**model_state, "optimizer": optimizer_state, "train": progress}, checkpoint_id=folder / "flat")
-    whole = {name: cast(Any, value).full_tensor() for name, value in model_state.items()}
+    whole = {name: cast(Any, value).full_tensor().cpu() for name, value in model_state.items()}
     if rank == 0:
         torch.save(whole, folder / "expected.pt")
     parallel_state.destroy_model_parallel()

@@ -59,6 +59,7 @@ def save_and_load(rank: int, folder: Path) -> dict[str, list[str]]:
     for part in ("theirs", "base"):
         load_pretrained(empty, folder / part / ON_META)
     wrong[ON_META] = differing(empty.local_state_dict(), adapted(ON_META).state_dict())
+    empty.move_model_to_device()
     empty.run_train(**inputs_for(ON_META, batch("input_ids", "attention_mask", "labels")))
     return wrong
 

@@ -47,7 +47,7 @@ def _case(rank: int, path: Path, name: str, tensor: int) -> None:
     nxdpp.save_pretrained(model, path / name)
     if rank == 0:
         read = type(expected).from_pretrained(path / name).state_dict()
-        assert all(torch.equal(read[key], value.cpu()) for key, value in expected.state_dict().items()), name
+        assert all(torch.equal(read[key].cpu(), value.cpu()) for key, value in expected.state_dict().items()), name
     gathered = nxdpp.gather_state_dict(model)
     if gathered is not None:
         assert all(torch.equal(gathered[key], value.cpu()) for key, value in expected.state_dict().items()), name

@@ -98,12 +98,13 @@ def _added_groups_are_refused() -> None:
 def _scalers(rank: int) -> None:
     """An overflow on one rank: torch's scaler would step on the others alone, and they would wait."""
     model, whole = loaded(), made()
+    device = parallel_state.local_device().type
     # Fused optimizers scale the gradients themselves.
     optimizer = built(model, fused=True)
     theirs = torch.optim.Adam(whole.parameters(), lr=0.05)
     with pytest.raises(RuntimeError, match=r"would wait: take nxdpp.GradScaler"):
-        _step_with_an_overflow(rank, model, optimizer, torch.amp.GradScaler("cpu", init_scale=1024.0))
-    scaler = GradScaler("cpu", init_scale=1024.0)
+        _step_with_an_overflow(rank, model, optimizer, torch.amp.GradScaler(device, init_scale=1024.0))
+    scaler = GradScaler(device, init_scale=1024.0)
     _step_with_an_overflow(rank, model, optimizer, scaler)
     assert scaler.get_scale() == 512.0
     model.train_step([sample(10 + rank)], scale_fn=scaler.scale)

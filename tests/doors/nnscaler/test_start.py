@@ -15,11 +15,13 @@ from tests.support.run_ranks import run_ranks
 def _trained(rank: int) -> None:
     nnscaler.init()
     nnscaler.init()
-    assert (dist.get_rank(), dist.get_backend()) == (rank, "gloo")
+    kind = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+    assert (dist.get_rank(), dist.get_backend()) == (rank, dist.Backend.default_device_backend_map[kind.type])
     torch.manual_seed(0)
     whole = Net()
     model = parallelize(whole, {"x": torch.ones(1, WIDTH)}, "dp", ComputeConfig(1, 2, use_async_reducer=True))
     assert isinstance(model, ParallelModule)
+    assert parallel_state.local_device().type == kind.type
     optimizer = build_optimizer(model, torch.optim.SGD, lr=0.5)
     for number in range(2):
         with nnscaler.sync_grad_when(number == 1):
@@ -36,7 +38,7 @@ def _trained(rank: int) -> None:
     )
     with torch.no_grad():
         model.get_parameter("first.weight").zero_()
-    load_sharded_state_dict(model, saved, optimizer, state, device="cpu")
+    load_sharded_state_dict(model, saved, optimizer, state, device=parallel_state.local_device())
     assert torch.equal(model.get_parameter("first.weight"), saved["first.weight"])
     for given in ((optimizer, None), (None, state)):
         with pytest.raises(ValueError, match="given together or not at all"):

@@ -8,7 +8,7 @@ import pytest
 from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments
 
 from nxdpp.integrations import PipelineTrainer
-from tests.doors.transformers.trainings import Rows, padded
+from tests.doors.transformers.trainings import Rows, padded, take_device_of_ranks
 from tests.generation.generated_models import MODELS
 from tests.support.run_ranks import run_ranks
 
@@ -26,6 +26,7 @@ def _same_letters(prediction: Any) -> dict[str, float]:
 
 
 def _trained(cls: Any, folder: Path) -> list[dict[str, float]]:
+    take_device_of_ranks()
     model = MODELS["t5"]()
     args = Seq2SeqTrainingArguments(
         str(folder),

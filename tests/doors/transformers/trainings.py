@@ -1,5 +1,6 @@
 """Trainings of tiny models that ``Trainer`` in one process and ``PipelineTrainer`` over ranks both run."""
 
+import os
 import random
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -9,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch.utils.data import Dataset, IterableDataset
@@ -145,6 +147,7 @@ class Training:
 
     def trainer(self, cls: type[Trainer], folder: Path, replicas: int = 1, **pipeline: Any) -> Trainer:
         """Return the trainer; one process takes the batches of ``replicas``."""
+        take_device_of_ranks()
         torch.manual_seed(0)
         model = self.model()
         args = {**_SHARED, **self.args, "output_dir": str(folder)}
@@ -156,6 +159,19 @@ class Training:
         if "optimizers" in given:
             given["optimizers"] = given["optimizers"](model)
         return cls(model, TrainingArguments(**args), **given, **own)
+
+
+def take_device_of_ranks() -> None:
+    """Give accelerate the accelerator of a rank, and start a world with its backend.
+
+    With ``use_cpu`` accelerate starts one of gloo, and it knows no type of a device but those in its code.
+    """
+    device = torch.accelerator.current_accelerator(check_available=True)
+    if device is None:
+        return
+    os.environ["ACCELERATE_TORCH_DEVICE"] = f"{device.type}:{torch.accelerator.current_device_index()}"
+    if not dist.is_initialized():
+        dist.init_process_group(f"cpu:gloo,{device.type}:{dist.Backend.default_device_backend_map[device.type]}")
 
 
 _SHARED: dict[str, Any] = {

@@ -12,6 +12,7 @@ from trl import RewardConfig, RewardTrainer
 
 from nxdpp.integrations import PipelineRewardTrainer
 from tests.doors.transformers.test_trainer import Logs, assert_alike, without
+from tests.doors.transformers.trainings import take_device_of_ranks
 from tests.doors.trl.tunings import lora, pairs, tokenizer
 from tests.support.models import llama
 from tests.support.run_ranks import run_ranks
@@ -36,6 +37,7 @@ CASES: dict[str, tuple[Callable[[int], Dataset], Mapping[str, Any]]] = {
 
 
 def trainer(folder: Path, name: str, cls: Any, **pipeline: Any) -> Any:
+    take_device_of_ranks()
     torch.manual_seed(0)
     config: Any = llama(2).config
     config.num_labels = 1

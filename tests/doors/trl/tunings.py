@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerFast
 from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 
 from nxdpp.integrations import PipelineDPOTrainer, PipelineSFTTrainer
+from tests.doors.transformers.trainings import take_device_of_ranks
 from tests.support.models import VOCABULARY, llama, mixtral, qwen3
 
 _SPECIAL = ["<pad>", "<s>", "</s>", "<user>", "<assistant>", "<unk>"]
@@ -117,6 +118,7 @@ class Tuning:
         """Return the trainer; one process trains on the batches of ``replicas``, and evaluates others' together."""
         torch.manual_seed(0)
         model = self.model()
+        take_device_of_ranks()
         args = {**_SHARED, **self.args, "output_dir": str(folder)}
         if not over_ranks:
             args["per_device_train_batch_size"] *= replicas
