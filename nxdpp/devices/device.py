@@ -64,8 +64,12 @@ class Device:
         return Work(self.between(origin, start), self.between(origin, end), [])
 
     def busy(self, step: tuple[Stamp, Stamp], blocks: Sequence[tuple[Stamp, Stamp]]) -> int:
-        """Return the nanoseconds of a step in which the device computed; ``blocks`` are its calls that compute."""
-        return sum(self.between(*block) for block in blocks)
+        """Return the nanoseconds of a step in which the device computed; ``blocks`` are its calls, and may overlap."""
+        total = reached = 0
+        for start, end in sorted((self.between(step[0], a), self.between(step[0], b)) for a, b in blocks):
+            total += max(end - max(start, reached), 0)
+            reached = max(end, reached)
+        return total
 
     def compiled(self) -> Compilations:
         """Return the compilations of this process so far; none where calls run at once."""

@@ -3,6 +3,7 @@
 Events are recorded by calls and channels that take the place of the plain ones.
 """
 
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -125,7 +126,8 @@ class StepRecorder:
 
     def __init__(self) -> None:
         self._events: list[Event] = []
-        self._waited: Stamp | None = None
+        # Of each thread: the two actions of a pair have one each.
+        self._waited = threading.local()
         self.begin(torch.device("cpu"))
 
     def begin(self, device: torch.device) -> None:
@@ -167,7 +169,7 @@ class StepRecorder:
         end = self._clock.stamp()
         self._events.append(Event(activity, kind, stage, microbatch, other, start, end))
         if activity is Activity.WAIT:
-            self._waited = end
+            self._waited.end = end
 
     def record(self, action: Action, call: Callable[[], None]) -> None:
         """Make ``call``, which runs ``action``; a compute action is recorded from the end of its last wait."""
@@ -179,13 +181,13 @@ class StepRecorder:
             # A lazy device compiles and computes here what the compute action before has recorded.
             self._events[-1] = self._events[-1]._replace(end=self._clock.stamp())
             return
-        self._waited = None
+        self._waited.end = None
         start = self._clock.stamp()
         try:
             call()
         finally:
             # Also where it fails: the timeline of a step that is cut short ends with this event.
-            start = start if self._waited is None else self._waited
+            start = start if self._waited.end is None else self._waited.end
             activity = Activity.COMPUTE if action.kind in COMPUTE else Activity.EXCHANGE
             self.add(activity, action.kind.value, action.stage, action.microbatch, None, start)
 
