@@ -16,6 +16,15 @@ InitMethod = Callable[[torch.Tensor], object]
 """Initialises a whole tensor in place, such as ``torch.nn.init.normal_``."""
 
 
+def refuse_master_weight(keep: bool) -> None:
+    """Raise ``ValueError`` for a layer that is to ``keep`` its initial whole weight."""
+    if keep:
+        raise ValueError(
+            "keep_master_weight=True: no layer keeps its initial whole weight. Leave it out; gather_state_dict joins "
+            "the parts"
+        )
+
+
 def fill_parameter(parameter: nn.Parameter, init_method: InitMethod) -> None:
     """Write what this rank holds of a tensor that ``init_method`` initialises; a meta tensor stays as it is.
 

@@ -25,7 +25,7 @@ from torch.nn import functional
 from nxdpp.ranks import parallel_state
 from nxdpp.tensor import mappings
 from nxdpp.tensor.embedding import ParallelEmbedding
-from nxdpp.tensor.initial_parts import InitMethod
+from nxdpp.tensor.initial_parts import InitMethod, refuse_master_weight
 from nxdpp.tensor.overlapped_linear import WeightRows, autocast_dtype, is_trained, overlapped_linear
 from nxdpp.tensor.padding import ranges
 from nxdpp.tensor.parallel_layer import ParallelLinear
@@ -49,7 +49,7 @@ class ColumnParallelLinear(ParallelLinear):
         stride: number of blocks of outputs, each of which is divided, such as 3 for a fused query, key and value.
         init_method: initialises the whole weight ``(O, I)`` in place; by default as in ``torch.nn.Linear``.
         sequence_dimension: the dimension of the sequence.
-        keep_master_weight: no meaning here: no layer keeps the whole weight.
+        keep_master_weight: only ``False``: no layer keeps the whole weight.
         skip_bias_add: return the output without the bias, and the bias.
         pad: pad an ``output_size`` that does not divide. Outputs behind it are zero, and no part of a gathered output.
             Without ``gather_output`` the last ranks return them: ``parallel_cross_entropy`` leaves them out with
@@ -84,6 +84,7 @@ class ColumnParallelLinear(ParallelLinear):
         tensor_model_parallel_group: ProcessGroup | None = None,
         reduce_dtype: torch.dtype | None = None,
     ) -> None:
+        refuse_master_weight(keep_master_weight)
         options = init_method, sequence_parallel_enabled, sequence_dimension, skip_bias_add, pad
         super().__init__(input_size, output_size, 0, stride, *options, tensor_model_parallel_group, reduce_dtype)
         self.gather_output = gather_output
@@ -169,6 +170,7 @@ class RowParallelLinear(ParallelLinear):
         tensor_model_parallel_group: ProcessGroup | None = None,
         reduce_dtype: torch.dtype | None = None,
     ) -> None:
+        refuse_master_weight(keep_master_weight)
         options = init_method, sequence_parallel_enabled, sequence_dimension, skip_bias_add, pad
         super().__init__(input_size, output_size, 1, stride, *options, tensor_model_parallel_group, reduce_dtype)
         if sequence_parallel_enabled and not input_is_parallel:

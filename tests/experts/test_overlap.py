@@ -1,8 +1,10 @@
 """Pairs of DualPipeV whose forward and backward take turns: one process's numbers, errors of each of the two."""
 
 import copy
+import json
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -82,6 +84,32 @@ def _all_compared(rank: int) -> list[Any]:
 
 def test_pairs_take_turns_and_are_exact() -> None:
     assert run_ranks(4, _all_compared) == [[]] * 4
+
+
+def _traced(rank: int, file: str) -> None:
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2, expert_model_parallel_size=2)
+    wrapped = NxDPPModel(
+        expert_parallelize(make("mixtral", 4)),
+        num_microbatches=MICROBATCHES,
+        schedule="dualpipe-v",
+        trace_file_path=file,
+    )
+    wrapped.run_train(**batch_of(parallel_state.get_data_parallel_rank(), 2 * MICROBATCHES))
+
+
+def test_a_timeline_has_the_exchanges_of_pairs(tmp_path: Path) -> None:
+    run_ranks(4, _traced, str(tmp_path / "steps.json"))
+    rows = [each for each in json.loads((tmp_path / "steps.json").read_text()) if each.get("tid") == 0]
+    told = [row | row["args"] for row in rows if "microbatch" in row.get("args", ())]
+    actions = FAMILIES["dualpipe-v"].build(2, MICROBATCHES)[0]
+    for place in pairs(actions):
+        stage, kind, microbatch, _ = actions[place]
+        own = [row for row in told if (row["stage"], row["microbatch"]) == (stage, microbatch)]
+        (forward,) = (row for row in own if (row["cat"], row["kind"]) == ("compute", kind.value))
+        end = forward["ts"] + forward["dur"]
+        within = [row["kind"] for row in own if forward["ts"] <= row["ts"] and row["ts"] + row["dur"] <= end]
+        # The numbers of tokens, tokens, and what the experts made of them.
+        assert within == ["DISPATCH", "DISPATCH", "COMBINE", "F"]
 
 
 class _Stops(torch.autograd.Function):

@@ -12,6 +12,7 @@ from torch.nn import init
 from nxdpp import NxDPPModel, deferred_init, init_on_device
 from nxdpp.ranks import parallel_state
 from nxdpp.tensor.layers import ColumnParallelLinear, ParallelEmbedding, RowParallelLinear
+from nxdpp.tensor.modules.qkv_linear import GQAQKVColumnParallelLinear
 from tests.support.local_slice import local_slice
 
 
@@ -128,3 +129,11 @@ def test_a_wrapped_model(build: Callable[[bool], nn.Module], options: dict[str, 
                 assert torch.equal(parameter, whole if dim < 0 else local_slice(whole, dim, rank, size)), name
                 assert vars(parameter)["tensor_model_parallel"] == (dim >= 0)
             assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_no_layer_keeps_its_whole_weight() -> None:
+    layers = [partial(ColumnParallelLinear, 4, 4), partial(RowParallelLinear, 4, 4)]
+    for layer in (*layers, partial(GQAQKVColumnParallelLinear, 4, (4, 4))):
+        with pytest.raises(ValueError, match="keep_master_weight=True: no layer keeps its initial whole weight"):
+            layer(keep_master_weight=True)

@@ -22,7 +22,7 @@ from nxdpp.ground.torch_names import LOAD_OWN
 from nxdpp.ranks import current_state, parallel_state
 from nxdpp.ranks.transfer_groups import own_group
 from nxdpp.tensor import mappings
-from nxdpp.tensor.initial_parts import InitMethod, fill_parameter
+from nxdpp.tensor.initial_parts import InitMethod, fill_parameter, refuse_master_weight
 from nxdpp.tensor.layers import column_parallel
 from nxdpp.tensor.overlapped_linear import WeightRows
 from nxdpp.tensor.parallel_layer import ParallelLayer, init_as_torch
@@ -51,7 +51,7 @@ class GQAQKVColumnParallelLinear(ParallelLayer):
         gather_output: return the whole query, key and value on each rank, without copies.
         dtype, device, init_method: as in ``ColumnParallelLinear``.
         sequence_parallel_enabled: gather the sequence first; each rank gives its part.
-        keep_master_weight: no meaning here: no layer keeps the whole weights.
+        keep_master_weight: only ``False``: no layer keeps the whole weights.
         kv_size_multiplier: number of ranks that hold each part of key and value.
         fuse_qkv: both values give one message for the three products. NeuronX Distributed's ``True`` has one parameter
             ``weight_qkv``. Here there are three in either case: a norm, a save and a load of one weight would have to
@@ -86,6 +86,7 @@ class GQAQKVColumnParallelLinear(ParallelLayer):
         sequence_dimension: int | None = None,
     ) -> None:
         super().__init__()
+        refuse_master_weight(keep_master_weight)
         if isinstance(dtype, bool):
             raise TypeError(
                 f"the fifth argument of GQAQKVColumnParallelLinear is dtype, as in NeuronX Distributed: give "
