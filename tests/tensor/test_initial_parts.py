@@ -133,7 +133,11 @@ def test_a_wrapped_model(build: Callable[[bool], nn.Module], options: dict[str, 
 
 @pytest.mark.usefixtures("one_rank")
 def test_no_layer_keeps_its_whole_weight() -> None:
-    layers = [partial(ColumnParallelLinear, 4, 4), partial(RowParallelLinear, 4, 4)]
-    for layer in (*layers, partial(GQAQKVColumnParallelLinear, 4, (4, 4))):
+    layers: list[Callable[..., nn.Module]] = [
+        partial(ColumnParallelLinear, 4, 4),
+        partial(RowParallelLinear, 4, 4),
+        partial(GQAQKVColumnParallelLinear, 4, (4, 4)),
+    ]
+    for layer in layers:
         with pytest.raises(ValueError, match="keep_master_weight=True: no layer keeps its initial whole weight"):
             layer(keep_master_weight=True)
