@@ -315,7 +315,7 @@ def _fails(rank: int, case: str) -> None:
     [
         ("sort", "has not got the experts that replayed_routing gives"),
         ("twice", r"layers\.0\.experts is called twice in microbatch 0"),
-        ("tokens", "has the choices of 1 tokens of layers.0.experts, and the microbatch has 3"),
+        ("tokens", "has the choices of 1 token of layers.0.experts, and the microbatch has 3"),
     ],
 )
 def test_a_replay_that_cannot_be_right_is_an_error(case: str, text: str) -> None:

@@ -128,6 +128,7 @@ def test_what_files_do_not_tell_is_refused(tmp_path: Path, capsys: pytest.Captur
     narrow = ("--config", tmp_path / "narrow")
     text = refused(tmp_path / "ranks", tmp_path / "made", "--to", "nxdpp", *narrow)
     assert "copies, padding and other divisions are not known from files" in text
+    shutil.rmtree(_rank_file(tmp_path / "ranks", 0).parent)
     assert "lacks the files of tp_rank_00_pp_rank_00" in refused(
         tmp_path / "ranks", tmp_path / "made", "--to", "nxdpp", *config
     )

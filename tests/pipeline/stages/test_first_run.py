@@ -102,7 +102,7 @@ def test_a_change_of_an_object_that_the_spine_reads_is_refused(change: str) -> N
     make, place = CHANGES[change]
     model = make()
     pipeline = InProcessPipeline(model, 2, {"x": torch.randn(2, 4)}, transformer_layer_cls=Layer)
-    with pytest.raises(RuntimeError, match=rf"(?s)layers\.0 \(Layer\) changes .*{place}.*Return .*attribute of the "):
+    with pytest.raises(RuntimeError, match=rf"(?s)layers\.0 \(Layer\) changes .*{place}.*Return "):
         pipeline.train({"x": torch.randn(4, 4)}, 2)
     assert all(parameter.grad is None for parameter in model.parameters())
 

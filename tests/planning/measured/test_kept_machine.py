@@ -128,7 +128,7 @@ def test_layers_are_measured_once(again: list[int], monkeypatch: pytest.MonkeyPa
 @pytest.mark.filterwarnings("ignore:.*this plan was not compared")
 def test_divided_layers_are_measured_too(again: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     """One process measures the layers of a rank of each tensor group; nothing is sent."""
-    monkeypatch.setattr(kept_machine, "busy", lambda _: nullcontext())
+    monkeypatch.setattr(kept_machine, "_busy", lambda _: nullcontext())
     shapes: list[torch.Size] = []
 
     def measured(traced: Any, root: nn.Module, *options: Any) -> dict[Any, Seconds]:
@@ -152,7 +152,7 @@ def test_ranks_are_at_most_the_devices_of_a_host(again: list[int], monkeypatch: 
         neighbours.append(count)
         return nullcontext()
 
-    monkeypatch.setattr(kept_machine, "busy", busy)
+    monkeypatch.setattr(kept_machine, "_busy", busy)
 
     for most in (None, 4, 1):
         measured_machine("cpu", most).factors("layers", lambda _: [[1.0, 1.0]])

@@ -100,7 +100,7 @@ def _options(rank: int, size: int) -> None:
         torch.manual_seed(1)
         built.append(
             GQAQKVColumnParallelLinear(
-                HIDDEN, [24, 6], False, False, torch.float64, None, nn.init.normal_, False, True, size, fuse
+                HIDDEN, [24, 6], False, False, torch.float64, None, nn.init.normal_, False, False, size, fuse
             )
         )
     x = torch.randn(2, 4, HIDDEN, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
