@@ -31,7 +31,7 @@ def test_cycles_of_initialise_and_destroy_leave_nothing_behind(cycles: int, tmp_
     program = str(Path(__file__).with_name("cycled_program.py"))
     ended = run_program(program, [str(cycles), str(tmp_path)], 2)
     assert ended.codes == [0, 0], ended.output
-    left = dict(re.findall(r"rank (\d), \d+ cycles, left behind: (.*)", ended.output))
+    left = dict(re.findall(r"rank (\d), \d+ cycles, left behind: (\{.*?\})", ended.output))
     assert len(left) == 2, ended.output
     for text in left.values():
         kept = ast.literal_eval(text)
