@@ -5,6 +5,7 @@ to the ranks of their experts and back: with DeepEP's kernels, or as transformer
 ``"nxdpp"`` there, after ``initialize_model_parallel`` for ``DistributedConfig(ep_implementation="nxdpp")`` too.
 """
 
+import weakref
 from types import SimpleNamespace
 from typing import Any, cast
 from weakref import WeakKeyDictionary
@@ -14,7 +15,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers.distributed.expert_parallel import EPImplementation, EPImplementationInterface
 
-from nxdpp.experts.tokens import LocalExperts, dispatched
+from nxdpp.experts.tokens import dispatched
 from nxdpp.ranks import current_state, parallel_state
 
 OURS = "nxdpp"
@@ -73,11 +74,12 @@ class _Scaled(torch.autograd.Function):
         return gradients[0] * ctx.scale, None
 
 
-def other_implementation(experts: nn.Module, own: LocalExperts, count: int) -> Any:
+def other_implementation(experts: Any, place: int, count: int) -> Any:
     """Return the implementation other than ours that was chosen for ``experts``, or ``None``.
 
     It is a function of the tokens, the chosen experts and their weights. Gradients of the ``count`` experts of this
-    rank, computed by ``own``, are the mean over the expert group, as with ours.
+    rank are the mean over the expert group, as with ours. ``experts`` are a ``DividedExperts`` module, and ``place`` is
+    that of the chosen experts among its arguments.
     """
     name = vars(experts).get(_NAME, OURS)
     if name == OURS:
@@ -86,7 +88,13 @@ def other_implementation(experts: nn.Module, own: LocalExperts, count: int) -> A
         # Each tensor-parallel rank computes whole experts: no other rank has its tokens.
         groups = parallel_state.get_expert_model_parallel_group(), current_state.with_groups().own_group
         meshes = [DeviceMesh.from_group(each, parallel_state.local_device().type) for each in groups]
-        local = SimpleNamespace(forward=own, num_experts=count, config=getattr(experts, "config", None))
+        # What is kept by module must not keep it alive.
+        alive = weakref.proxy(experts)
+        local = SimpleNamespace(
+            forward=lambda *given: alive.run_own(place, *given),
+            num_experts=count,
+            config=getattr(experts, "config", None),
+        )
         _made[experts] = EPImplementationInterface()[name](local, *meshes)
     implementation, ranks = _made[experts], parallel_state.get_expert_model_parallel_size()
 

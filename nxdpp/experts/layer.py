@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -37,9 +38,7 @@ class DividedExperts(KeepsAttributes):
         index = given[place]
         rows = hidden.reshape(-1, hidden.shape[-1])
 
-        def run(tokens: torch.Tensor, local: torch.Tensor, ones: torch.Tensor) -> torch.Tensor:
-            return own(tokens, local, ones) if place == 1 else own(tokens, ones, local)
-
+        run = partial(self.run_own, place)
         count = next(len(each) for each in self.parameters(recurse=False) if is_of_experts(each))
         choices, routing = index.reshape(len(rows), index.shape[-1]), routing_of(self)
         weights = weights.reshape(choices.shape)
@@ -47,7 +46,7 @@ class DividedExperts(KeepsAttributes):
             # A count of costs: as many rows as this rank has on average.
             return run(rows, choices % count, weights).view_as(hidden)
         call = None if routing is None else routing.choose(self, choices)
-        if (other := other_implementation(self, run, count)) is not None:
+        if (other := other_implementation(self, place, count)) is not None:
             brought: torch.Tensor = other(rows, choices, weights)
             return brought.view_as(hidden)
         asked = run, count, rows, choices, weights, parallel_state.get_expert_model_parallel_group()
@@ -56,6 +55,11 @@ class DividedExperts(KeepsAttributes):
         outputs, tokens = dispatched(*asked, routing.number_of(self), routing.text_of)
         routing.note(self, call, tokens)
         return outputs.view_as(hidden)
+
+    def run_own(self, place: int, tokens: torch.Tensor, local: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """Return the outputs of ``tokens`` by this rank's experts; ``place`` is that of the experts as arguments."""
+        own: LocalExperts = super().forward
+        return own(tokens, local, weights) if place == 1 else own(tokens, weights, local)
 
 
 def _checked(given: Sequence[Any], name: str) -> tuple[torch.Tensor, torch.Tensor, int]:

@@ -24,7 +24,7 @@ class Experts(Participant):
 
     @property
     def routing(self) -> StepRouting:
-        """What the layers see, which are followed through changes of modules."""
+        """Routing of the layers of experts, which are followed through changes of modules."""
         if self._watch.has_moved:
             named = listings.named_modules(self._part.module)
             self._routing.follow({m: n for n, m in named if getattr(type(m), "participant_of_steps", None) is Experts})

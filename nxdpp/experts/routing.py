@@ -1,4 +1,4 @@
-"""What the layers of experts of a model see in a step: how many tokens come, and which experts each token chooses.
+"""Routing of the layers of experts of a model: how many tokens come in a step, and which experts each token chooses.
 
 The action that runs (``board.action``) tells the microbatch. So a layer that is computed again in a backward notes the
 same numbers, and gets the same choices, as in its forward: under any schedule, split backward and recomputation.

@@ -19,6 +19,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
+from nxdpp.ground.torch_names import VERSION
 from nxdpp.tensor.models.modules import override
 
 # What transformers' types call them, next to their experts.
@@ -31,7 +32,14 @@ class _Block:
     def __init__(self, shared: nn.Module, given: Any) -> None:
         self.shared, self.given = shared, given
         self.output: Any = None
+        # Changes of ``given`` in place, when the output was computed of it.
+        self.version = 0
         self.has_exchanged = False
+
+    def run_ahead(self) -> None:
+        """Compute the output of the shared experts."""
+        assert isinstance(self.shared, SharedExperts), "they can run ahead"
+        self.version, self.output = _version(self.given), self.shared.run_ahead(self.given)
 
 
 class _Running(threading.local):
@@ -65,7 +73,7 @@ class SharedExperts(nn.Module):
         block = _running.blocks[-1] if _running.blocks else None
         if block is not None and block.shared is self:
             is_same = len(args) == 1 and not kwargs and args[0] is block.given
-            if block.output is not None and is_same:
+            if block.output is not None and is_same and _version(block.given) == block.version:
                 output, block.output = block.output, None
                 return output
             _shown[self] = _shown.get(self, True) and is_same and block.has_exchanged
@@ -90,8 +98,8 @@ def run_meanwhile() -> None:
     block = _running.blocks[-1] if _running.blocks else None
     if block is not None and not block.has_exchanged:
         block.has_exchanged = True
-        if _ahead.get(block.shared, False) and isinstance(block.shared, SharedExperts):
-            block.output = block.shared.run_ahead(block.given)
+        if _ahead.get(block.shared, False):
+            block.run_ahead()
 
 
 def settle() -> None:
@@ -99,6 +107,11 @@ def settle() -> None:
     for shared, could in _shown.items():
         _ahead.setdefault(shared, could)
     _shown.clear()
+
+
+def _version(tensor: torch.Tensor) -> int:
+    """Return the number of changes of ``tensor`` in place; tensors of inference mode count none."""
+    return -1 if tensor.is_inference() else int(VERSION.of(tensor))
 
 
 @contextmanager

@@ -62,7 +62,7 @@ def _llama(folder: Path) -> None:
 
 
 FILES = {"oslo.md": _gpt2, "planner.md": _llama}
-"""What lies beside the code of a page before it starts; ranks that write the same file read each other's half."""
+"""Files beside the code of a page, before it starts; ranks that write the same file read each other's half."""
 
 AFTER = {
     "nnscaler.md": "before, after = model.infer_step([sample(4 * unit)] * 4)[0], losses[0]\nassert before < after",

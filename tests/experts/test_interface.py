@@ -1,6 +1,8 @@
 """transformers' interface of experts over ranks: another implementation in a pipeline, and ours outside of one."""
 
 import copy
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -9,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers.distributed.expert_parallel import AllToAllEP, EPImplementationInterface, apply_expert_parallelism
 
 from nxdpp import NxDPPModel, expert_parallelize, parallel_state
+from nxdpp.experts.layer import DividedExperts
 from tests.experts.test_steps import _apart, _gradients
 from tests.support.expert_models import batch_of, make, step_of_one_process
 from tests.support.run_ranks import run_ranks
@@ -33,7 +36,13 @@ def _another(rank: int) -> dict[str, float]:
     step_of_one_process(whole, batches, 2)
     wrapped.run_train(**batches[parallel_state.get_data_parallel_rank()])
     assert _Counting.calls == 2
-    return _apart(_gradients(wrapped, whole))
+    found = _apart(_gradients(wrapped, whole))
+    # The implementation that is kept by module keeps no model alive.
+    kept = weakref.ref(next(each for each in wrapped.local_modules() if isinstance(each, DividedExperts)))
+    del wrapped, model
+    gc.collect()
+    assert kept() is None
+    return found
 
 
 def test_another_implementation_takes_our_place() -> None:

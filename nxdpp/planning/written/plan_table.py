@@ -1,4 +1,4 @@
-"""What the command prints of a plan: its tables, and how to run its first layout."""
+"""Text of a plan for the command: its tables, and how to run its first layout."""
 
 from collections.abc import Iterator, Sequence
 
