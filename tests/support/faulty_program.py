@@ -1,10 +1,11 @@
 """Training on a pipeline of all ranks, in which one rank has a fault: ``faulty_program.py FAULT RANK HANG_TIMEOUT``.
 
 A fourth argument ``xla`` is for XLA devices, ``fake`` for fake accelerators, where the program reads the loss of each
-step, ``shards`` for two replicas of two stages whose parameters are gathered for each microbatch. The faults are the
-functions below. ``in_layer`` ones happen in a forward of step 3, ``in_backward`` ones in a backward of it, the others
-after step 3. With ``FAULTY_CHECKPOINTS``, a folder, step 2 is saved. A restart by torchrun has no fault: it loads step
-2, if there is one, and tells when it has trained a step.
+step, ``shards`` for two replicas of two stages whose parameters are gathered for each microbatch, ``experts`` for two
+replicas of two stages whose layers send tokens to experts. The faults are the functions below. ``in_layer`` ones happen
+in a forward of step 3, ``in_backward`` ones in a backward of it, the others after step 3. With ``FAULTY_CHECKPOINTS``,
+a folder, step 2 is saved. A restart by torchrun has no fault: it loads step 2, if there is one, and tells when it has
+trained a step.
 """
 
 import os
@@ -88,9 +89,14 @@ BEFORE_A_COLLECTIVE: dict[str, tuple[Callable[[], None], str]] = {
     "sys.exit(0) before an exchange": (lambda: sys.exit(0), "exchange"),
     "exception before an exchange": (_raise, "exchange"),
 }
-# Calls of a rank whose gather of parameters is on its way.
+# Calls of a rank whose gather of parameters, or whose tokens, are on their way.
 IN_GATHER: dict[str, Callable[[], None]] = {
     "SIGKILL in a gather": _signal(signal.SIGKILL),
+}
+AMONG_TOKENS: dict[str, Callable[[], None]] = {
+    "SIGKILL among tokens": _signal(signal.SIGKILL),
+    "exception among tokens": _raise,
+    "loop among tokens": loop_in_a_layer,
 }
 SKIPS = "skips an asynchronous collective"
 STEPS_OFF = {"one step more": 1, "one step fewer": -1}
@@ -111,12 +117,40 @@ def fails_in_gathers(fault: Callable[[], None]) -> None:
     DefaultAllGather.__call__ = start  # type: ignore[method-assign]  # The rank ends with it.
 
 
-class Layer(nn.Module):
-    """A layer that has the fault when it is told to."""
+def fails_among_tokens(fault: Callable[[], None]) -> None:
+    """Let tokens of this rank leave for their experts, and have the fault then."""
+    send = torch.distributed.all_to_all_single
+
+    def start(output: torch.Tensor, *arguments: Any, **named: Any) -> Any:
+        work = send(output, *arguments, **named)
+        # Their numbers go first.
+        if output.is_floating_point():
+            fails_now()
+            fault()
+        return work
+
+    torch.distributed.all_to_all_single = start
+
+
+class Experts(nn.Module):
+    """Four experts that scale."""
 
     def __init__(self) -> None:
         super().__init__()
+        self.weight = nn.Parameter(torch.ones(4, 8))
+
+    def forward(self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """Map ``(N, 8)`` to ``(N, 8)``."""
+        return (self.weight[chosen] * weights.unsqueeze(-1)).sum(dim=1) * x
+
+
+class Layer(nn.Module):
+    """A layer that has the fault when it is told to."""
+
+    def __init__(self, has_experts: bool = False) -> None:
+        super().__init__()
         self.linear = nn.Linear(8, 8)
+        self.experts = Experts() if has_experts else None
         self.fault: Callable[[], None] | None = None
         self.fault_in_backward: Callable[[], None] | None = None
         self.seconds = 0.0
@@ -132,6 +166,9 @@ class Layer(nn.Module):
             self.fault()
         time.sleep(self.seconds)
         out: torch.Tensor = self.linear(x).relu()
+        if self.experts is not None:
+            weights, chosen = torch.cat([x[:, :2], out[:, :2]], dim=1).topk(2)
+            out = out + self.experts(out, chosen, weights)
         if self.fault_in_backward is not None:
             out.register_hook(self._fail_in_backward)
         return out
@@ -145,9 +182,9 @@ class Layer(nn.Module):
 class Model(nn.Module):
     """Layers and a loss."""
 
-    def __init__(self, layers: int) -> None:
+    def __init__(self, layers: int, has_experts: bool = False) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(Layer() for _ in range(layers))
+        self.layers = nn.ModuleList(Layer(has_experts) for _ in range(layers))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Map ``(B, 8)`` to a loss of shape ()."""
@@ -166,21 +203,28 @@ def main() -> None:
         fails_now()
         raise ImportError("no module of that name")
     fourth = sys.argv[4] if len(sys.argv) > 4 else None
-    has_shards, device = fourth == "shards", fourth if fourth in ("xla", "fake") else None
+    has_shards, has_experts = fourth == "shards", fourth == "experts"
+    device = fourth if fourth in ("xla", "fake") else None
     if device == "xla":
         os.environ["PJRT_DEVICE"] = "CPU"
     if device == "fake":
         from tests.support import fake_device
 
         fake_device.install()
-    from nxdpp import NxDPPModel, fully_shard, has_checkpoint, load_checkpoint, parallel_state, save_checkpoint
+    import nxdpp
+    from nxdpp import NxDPPModel, has_checkpoint, load_checkpoint, parallel_state, save_checkpoint
     from nxdpp.ranks.exchange import Exchange
 
     parallel_state.initialize_model_parallel(
-        pipeline_model_parallel_size=2 if has_shards else ranks, device=device, hang_timeout=hang_timeout
+        pipeline_model_parallel_size=2 if has_shards or has_experts else ranks,
+        expert_model_parallel_size=2 if has_experts else 1,
+        device=device,
+        hang_timeout=hang_timeout,
     )
     torch.manual_seed(0)
-    module = Model(ranks)
+    module = Model(ranks, has_experts)
+    if has_experts:
+        nxdpp.expert_parallelize(module, {"layers.*.experts.weight": "grouped_gemm"})
     model = NxDPPModel(
         module,
         transformer_layer_cls=Layer,
@@ -190,7 +234,7 @@ def main() -> None:
     )
     model.move_model_to_device()
     if has_shards:
-        fully_shard(model, reshard_after_forward=True)
+        nxdpp.fully_shard(model, reshard_after_forward=True)
     steps = STEPS + (STEPS_OFF.get(fault, 0) if has_fault else 0)
     first, checkpoints = 1, os.environ.get("FAULTY_CHECKPOINTS")
     if checkpoints and has_checkpoint(checkpoints):
@@ -202,6 +246,8 @@ def main() -> None:
             layer.fault, layer.fault_in_backward = IN_LAYER.get(fault), IN_BACKWARD.get(fault)
             if fault in IN_GATHER:
                 fails_in_gathers(IN_GATHER[fault])
+            if fault in AMONG_TOKENS:
+                fails_among_tokens(AMONG_TOKENS[fault])
         if step == FAULTY_STEP:
             layer.sorts = 40 if has_fault and fault in COMPILES else 0
             if has_fault and fault == KILLED_LATER:

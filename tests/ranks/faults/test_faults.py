@@ -107,6 +107,25 @@ def test_a_rank_that_hangs_before_a_gather_is_named() -> None:
     assert re.search(gathers, ended.output, re.M), ended.output
 
 
+@pytest.mark.parametrize(
+    ("fault", "text"),
+    [
+        ("SIGKILL among tokens", "rank 2 died"),
+        ("exception among tokens", "rank 2 failed with ValueError: see the traceback of rank 2"),
+        (
+            "loop among tokens",
+            r"rank 2 hangs: run_train step 3, stage 1, forward of microbatch 0, for \d+ s, in `loop_in",
+        ),
+    ],
+)
+def test_a_rank_with_a_fault_while_tokens_are_on_their_way_is_named(fault: str, text: str) -> None:
+    ended = _run(fault, 2, True, HANG_TIMEOUT, "experts")
+    assert [code for rank, code in enumerate(ended.codes) if rank != 2] == [1] * (RANKS - 1), ended.output
+    assert _seconds(ended) < HANG_TIMEOUT * ("loop" in fault) + BOUND_SECONDS, ended.output
+    lines = _last_lines(ended)
+    assert all(re.match(text, lines[rank]) for rank in (0, 1, 3)), ended.output
+
+
 def test_a_stopped_rank_is_named_and_killed() -> None:
     rank = 0
     ended = _run("SIGSTOP", rank)
