@@ -45,7 +45,7 @@ class ReplicaExchanges:
 
         Raises ``RuntimeError`` on all of them for a difference, before a value is sent.
         """
-        if parallel_state.get_data_parallel_size() > 1:
+        if parallel_state.get_replica_size() > 1:
             self.start(name, details, ())()
 
     def start(self, name: str, details: Sequence[str], notes: Sequence[int]) -> Callable[[], list[int]]:
@@ -57,7 +57,7 @@ class ReplicaExchanges:
         lines = [name, *self._settings, *details, *map(str, notes)]
         number = int.from_bytes(digest("\n".join(lines).encode()), "little") >> 2
         both = torch.tensor([number, -number], device="cpu")
-        group = parallel_state.get_data_parallel_control_group()
+        group = parallel_state.get_replica_control_group()
         work = dist.all_reduce(both, dist.ReduceOp.MAX, group, async_op=True)
 
         def end() -> list[int]:
@@ -79,11 +79,11 @@ class ReplicaExchanges:
 
         Raises as ``begin`` does.
         """
-        if parallel_state.get_data_parallel_size() == 1:
+        if parallel_state.get_replica_size() == 1:
             return [list(values)]
         self.begin(name)
         with failure_watch.reported():
-            return gather_values(list(values), parallel_state.get_data_parallel_control_group(), name)
+            return gather_values(list(values), parallel_state.get_replica_control_group(), name)
 
 
 def _difference(name: str, settings: list[str], details: list[str], group: dist.ProcessGroup) -> str | None:
@@ -116,7 +116,7 @@ def check_replicas(lines: Sequence[str], seed: int | None = None, remedy: str = 
     The lines list the parameters whose gradients are about to be averaged. ``seed`` is the one with which the rank
     wrapped the model. It may differ, and is shown with a difference. The message ends with ``remedy``.
     """
-    found = unequal(list(lines), parallel_state.get_data_parallel_control_group(), note=seed)
+    found = unequal(list(lines), parallel_state.get_replica_control_group(), note=seed)
     if found is None:
         return
     first, second = found.names("data-parallel rank")
@@ -129,8 +129,13 @@ def check_replicas(lines: Sequence[str], seed: int | None = None, remedy: str = 
 
 
 def warn_of_equal_batches(hashes: Sequence[int]) -> None:
-    """Warn on rank 0 if all its data-parallel replicas have the same ``hashes``, not all 0; collective over them."""
-    group = parallel_state.get_data_parallel_control_group()
+    """Warn on rank 0 if all its data-parallel replicas have the same ``hashes``, not all 0; collective over them.
+
+    Ranks that share each sequence have the same batch.
+    """
+    if parallel_state.get_data_parallel_size() == 1:
+        return
+    group = parallel_state.get_replica_control_group()
     if dist.get_process_group_ranks(group)[0] != 0:
         return
     are_equal = unequal(list(hashes), group) is None
@@ -155,7 +160,7 @@ def check_replica_values(
     ``origin`` is a line about the origin of the values. It is shown with the difference. ``seed``, ``lines`` and
     ``remedy`` are as for ``check_replicas``.
     """
-    if parallel_state.get_data_parallel_size() > 1:
+    if parallel_state.get_replica_size() > 1:
         samples = [
             f"values of {name}: {sample(parameter).hex()}" for name, parameter in parameters if not parameter.is_meta
         ]

@@ -93,9 +93,9 @@ class DrivenModel:
         return nullcontext()
 
     def _has_unfinished_sequences(self, this_peer_finished: bool, synced_gpus: bool, device: torch.device) -> bool:
-        if not synced_gpus or parallel_state.get_data_parallel_size() == 1:
+        if not synced_gpus or parallel_state.get_replica_size() == 1:
             return not this_peer_finished
-        group = parallel_state.get_data_parallel_control_group()
+        group = parallel_state.get_replica_control_group()
         return bool(extremes([not this_peer_finished], group, name="next token of the other replicas")[1][0])
 
 

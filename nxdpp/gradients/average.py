@@ -139,7 +139,7 @@ def bucket_allreduce_gradients(grads_list: Sequence[torch.Tensor], reduce_over_e
             raise TypeError(f"grads_list has {gradient!r:.80} in it: leave out parameters without a gradient.")
         if gradient.layout != torch.strided:
             raise ValueError("grads_list has a sparse gradient: build its embedding with sparse=False.")
-    group, control = parallel_state.get_data_parallel_group(), parallel_state.get_data_parallel_control_group()
+    group, control = parallel_state.get_replica_group(), parallel_state.get_replica_control_group()
     if dist.get_world_size(group) > 1:
         gradients = list({id(gradient): gradient for gradient in grads_list}.values())
         with failure_watch.reported():
@@ -247,13 +247,13 @@ def mean_loss(
     if parallel_state.get_pipeline_model_parallel_rank() == source:
         mean = torch.stack(list(losses)).mean()
         dtype = mean.dtype
-        replicas = parallel_state.get_data_parallel_group()
+        replicas = parallel_state.get_replica_group()
         loss = on_wire(mean, replicas).double()
         # float64 has the values of all dtypes.
         message = torch.stack([loss, torch.full_like(loss, _DTYPES.index(dtype))])
         with Wait("mean loss", replicas):
             dist.all_reduce(message, group=replicas)
-        message /= parallel_state.get_data_parallel_size()
+        message /= parallel_state.get_replica_size()
     else:
         message = torch.empty(2, dtype=torch.float64, device=wire_device(device, pipeline))
     with Wait("mean loss", pipeline):

@@ -58,7 +58,7 @@ class ReplicaStepCheck:
         if not samples[1]:
             return
         with board.call("the comparison of replicas"), failure_watch.reported():
-            found = unequal(samples, parallel_state.get_data_parallel_control_group())
+            found = unequal(samples, parallel_state.get_replica_control_group())
         if found is None:
             return
         (before, after), (other_before, other_after) = found.values
@@ -78,7 +78,7 @@ class ReplicaStepCheck:
         )
 
     def _samples(self, optimizer: Optimizer) -> list[str]:
-        if not parallel_state.model_parallel_is_initialized() or parallel_state.get_data_parallel_size() == 1:
+        if not parallel_state.model_parallel_is_initialized() or parallel_state.get_replica_size() == 1:
             return []
         return [sample(parameter).hex() for parameter in self._compared(optimizer)]
 
@@ -148,7 +148,7 @@ def check_optimizers(
     ``hands_over``: the optimizer averages the gradients. ``source`` gives the object that knows whether they are
     averaged, and ``None`` once it is gone.
     """
-    if parallel_state.get_data_parallel_size() == 1:
+    if parallel_state.get_replica_size() == 1:
         return
     if hands_over:
         replica_step_check.of_pipeline(parameters.values(), is_averaged=False)

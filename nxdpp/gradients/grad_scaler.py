@@ -164,9 +164,9 @@ class GradScaler(torch.amp.GradScaler):
         for group in (
             parallel_state.get_tensor_model_parallel_group(),
             parallel_state.get_pipeline_model_parallel_group(),
-            parallel_state.get_data_parallel_group(),
+            parallel_state.get_replica_group(),
         ):
-            if group is parallel_state.get_data_parallel_group():
+            if group is parallel_state.get_replica_group():
                 # Stages have other parameters; replicas have the same.
                 own[5], own[6] = shapes, -shapes
             if dist.get_world_size(group) > 1:

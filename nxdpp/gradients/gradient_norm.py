@@ -139,7 +139,7 @@ def _norm_of(
     with_experts = parallel_state.get_expert_model_parallel_size() > 1
     if with_experts or parallel_state.has_shards():
         # Each rank has other rows of a sharded gradient, its copy of experts, and all of any other gradient.
-        whole = parallel_state.get_data_parallel_group()
+        whole = parallel_state.get_replica_group()
         ranks = whole if with_experts else parallel_state.get_shard_mesh().get_group(-1)
         shares = [share / _copies(each, ranks) for share, each in zip(shares, trained, strict=True)]
         groups.append(ranks)

@@ -155,7 +155,7 @@ class OptimizerAgreement:
         with failure_watch.reported():
             return Exchange(
                 parallel_state.get_pipeline_control_group(),
-                parallel_state.get_data_parallel_control_group(),
+                parallel_state.get_replica_control_group(),
                 parallel_state.get_tensor_control_group(),
             ).gather(own)
 

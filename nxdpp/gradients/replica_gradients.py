@@ -87,7 +87,7 @@ class ReplicaGradients:
     def __init__(self, part: RankParameters, exchanges: ReplicaExchanges, mean: bool = True) -> None:
         self.is_left_out = False
         self._mean = mean
-        self._replicas = parallel_state.get_data_parallel_size()
+        self._replicas = parallel_state.get_replica_size()
         self._is_summed = False
         self._part = part
         self._module = part.module
@@ -146,7 +146,7 @@ class ReplicaGradients:
         self._refuse_second_sum()
         if self._is_waiting:
             self._refuse_frozen()
-        group, control = parallel_state.get_data_parallel_group(), parallel_state.get_data_parallel_control_group()
+        group, control = parallel_state.get_replica_group(), parallel_state.get_replica_control_group()
         number = board.training_steps()
         self.exchanges.begin("average of gradients", self._trained_names())
         notes = [number, -number, *self._rounds(), self._changed]
@@ -229,8 +229,8 @@ class ReplicaGradients:
             return
         number, modes = board.training_steps(), self._modes()
         if self._overlapped is None:
-            control = parallel_state.get_data_parallel_control_group()
-            self._overlapped = OverlappedAverage(parallel_state.get_data_parallel_group(), control, self._mean)
+            control = parallel_state.get_replica_control_group()
+            self._overlapped = OverlappedAverage(parallel_state.get_replica_group(), control, self._mean)
 
         def start(order: int) -> Callable[[], bool]:
             notes = [number, -number, *self._rounds(), int(self._changed), order, -order]

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from inspect import ismodule
 from numbers import Integral
-from types import ModuleType
+from types import MappingProxyType, ModuleType
 from typing import Any, Generic, Literal, cast
 
 import torch
@@ -157,24 +157,42 @@ class PipelineConfig(Settings[bool, bool]):
                 f"tensor-parallel ranks do not run there alone. Use partition='balanced'."
             )
         if any(map(is_of_experts, module.parameters())):
-            self._check_with_experts()
+            ranks = parallel_state.get_expert_model_parallel_size()
+            self._check_divided("expert_parallelize has divided the experts", "expert_model_parallel_size", ranks)
+        if (ranks := parallel_state.get_context_model_parallel_size()) > 1:
+            self._check_context(module, ranks)
         if self.partition_batch is not None:
             self.check_input_names(list(self.partition_batch), "partition_batch")
 
-    def _check_with_experts(self) -> None:
-        """Raise ``ValueError`` for settings that take a rank for a whole replica; its experts are on several ranks."""
+    def _check_context(self, module: nn.Module, ranks: int) -> None:
+        """Raise ``ValueError`` for a module whose sequences are whole, and for settings that take them for whole."""
+        if not any(getattr(each, "divides_sequences", False) for each in module.modules()):
+            raise ValueError(
+                f"context_parallel_size={ranks}, and the sequences of {type(module).__name__} are not divided: wrap "
+                f"NxDPPModel(nxdpp.context_parallelize(module), ...), or leave the size out."
+            )
+        more = {
+            "loss_fn, which is given the outputs of this rank's tokens": self.loss_fn is not None,
+            "gradient_reduction='sum', which was not compared": self.gradient_reduction == "sum",
+        }
+        self._check_divided("context_parallelize has divided sequences", "context_parallel_size", ranks, more)
+
+    def _check_divided(
+        self, whose: str, argument: str, ranks: int, more: Mapping[str, bool] = MappingProxyType({})
+    ) -> None:
+        """Raise ``ValueError`` for settings that take a rank for a whole replica, and for ``more``."""
         refused = {
+            **more,
             f"check_against_module={self.check_against_module!r}, which runs the whole model on each rank": (
                 self.check_against_module is not None
             ),
             "partition='profiled', which runs layers on one rank": self.partition == "profiled",
         }
-        ranks = parallel_state.get_expert_model_parallel_size()
         for what, is_set in refused.items():
             if is_set:
                 raise ValueError(
-                    f"expert_parallelize has divided the experts over {ranks} ranks, and does not go with {what}: "
-                    f"leave it out, or train with expert_model_parallel_size=1."
+                    f"{whose} over {ranks} ranks, and does not go with {what}: leave it out, or train with "
+                    f"{argument}=1."
                 )
 
     def agreed_by_replicas(self, number: int) -> dict[str, Any]:

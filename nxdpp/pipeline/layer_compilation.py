@@ -87,6 +87,8 @@ def apply_compile(model: nn.Module, **options: Any) -> None:
             "expert_parallelize has divided the experts, whose messages have other sizes in each step, and compiled "
             "layers were not compared: leave apply_compile out."
         )
+    if parallel_state.get_context_model_parallel_size() > 1:
+        raise ValueError("context_parallelize was not compared with compiled layers: leave apply_compile out.")
     if is_divided:
         # Not imported before: it imports transformers.
         from nxdpp.tensor.models.shared_inputs import forget_after_calls

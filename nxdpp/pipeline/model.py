@@ -409,7 +409,7 @@ class NxDPPModel(_Constructor[OnEveryRank, PerMicrobatch], LocalView):
             RuntimeError: with ``use_zero1_optimizer=True`` and several replicas: the gradients are averaged later. Also
                 before ``grad_scaler.unscale_``, and in the debug mode.
         """
-        if self.use_zero1_optimizer and parallel_state.get_data_parallel_size() > 1:
+        if self.use_zero1_optimizer and parallel_state.get_replica_size() > 1:
             raise RuntimeError(
                 "use_zero1_optimizer=True leaves the average of gradients over replicas to the optimizer, so they "
                 "cannot be clipped before its step. Have the optimizer clip them after the average, or set "
@@ -564,6 +564,11 @@ class NxDPPModel(_Constructor[OnEveryRank, PerMicrobatch], LocalView):
                 f"{parallel_state.get_expert_model_parallel_size()} ranks, whose replicas would wait for each other's "
                 f"tokens in each forward of generate: save_pretrained(model, directory), and generate with "
                 f"expert_model_parallel_size=1."
+            )
+        if (ranks := parallel_state.get_context_model_parallel_size()) > 1:
+            raise ValueError(
+                f"context_parallelize has divided sequences over {ranks} ranks, which generate does not: "
+                f"save_pretrained(model, directory), and generate with context_parallel_size=1."
             )
         return generate(self, positional, num_microbatches, arguments)
 

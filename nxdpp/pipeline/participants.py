@@ -147,7 +147,7 @@ class Replicas(Participant):
 
     def __init__(self, replicas: ReplicaGradients, compares_batches: bool) -> None:
         self._replicas, self._compares_batches = replicas, compares_batches
-        if parallel_state.get_data_parallel_size() > 1:
+        if parallel_state.get_replica_size() > 1:
             self.additions = AVERAGE
             self.calls = {
                 ActionKind.AVERAGE: lambda backward: replicas.before_last(backward.stage),
@@ -223,11 +223,11 @@ class Draws(Participant):
         self._device: Device | None = None
         self._draws = stream_state_of(part.module)
         self._replicas = replicas
-        self._has_replicas = parallel_state.get_data_parallel_size() > 1
+        self._has_replicas = parallel_state.get_replica_size() > 1
         # One stage of one replica draws as one process does.
         self._place: tuple[int, int] | None = None
         if parallel_state.get_pipeline_model_parallel_size() > 1 or self._has_replicas:
-            self._place = parallel_state.get_pipeline_model_parallel_rank(), parallel_state.get_data_parallel_rank()
+            self._place = parallel_state.get_pipeline_model_parallel_rank(), parallel_state.get_replica_rank()
         elif parallel_state.get_tensor_model_parallel_size() > 1:
             self._numbers = ProgramNumbers()
 

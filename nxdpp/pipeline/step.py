@@ -70,7 +70,7 @@ class Step:
         parts, given = len(self.batch.microbatches), self.batch.compared
         if parts == 1 or len(given) != 1 or config.split_inputs_fn is not None:
             return None
-        if NUM_ITEMS in given[0] or (self.loss.scales and parallel_state.get_data_parallel_size() > 1):
+        if NUM_ITEMS in given[0] or (self.loss.scales and parallel_state.get_replica_size() > 1):
             return None
         return given[0]
 

@@ -18,6 +18,7 @@ class DebugState:
     ranks: dict[str, int]
     rank_mesh: RankMesh
     expert_size: int = 1
+    context_size: int = 1
 
     def __post_init__(self) -> None:
         for dimension, rank in self.ranks.items():

@@ -38,7 +38,19 @@ def get_tensor_model_parallel_group(as_list: bool = False) -> ProcessGroup | lis
 
 @_overloaded
 def get_data_parallel_group(as_list: bool = False) -> ProcessGroup | list[list[int]]:
-    """This rank's data group; with ``as_list``, the global ranks of every data group."""
+    """Group of the ranks that train other rows; with ``as_list``, the global ranks of every such group.
+
+    It has this rank's part of each sequence (``context_parallel_size``).
+    """
+    if as_list:
+        return get_data_parallel_replica_groups()
+    state = current_state.with_groups()
+    return state.context_groups[1] if state.context_groups else state.mesh.get_group("data")
+
+
+@_overloaded
+def get_replica_group(as_list: bool = False) -> ProcessGroup | list[list[int]]:
+    """Group of the ranks with this rank's parameters: data times context; with ``as_list``, the ranks of all."""
     return _groups("data") if as_list else current_state.with_groups().mesh.get_group("data")
 
 
@@ -50,8 +62,11 @@ def get_pipeline_model_parallel_group(as_list: bool = False) -> ProcessGroup | l
 
 @_overloaded
 def get_context_model_parallel_group(as_list: bool = False) -> ProcessGroup | list[list[int]]:
-    """Group of the ranks that share each sequence: only this rank."""
-    return _alone() if as_list else current_state.with_groups().own_group
+    """Group of the ranks that share each sequence; with ``as_list``, the global ranks of every such group."""
+    if as_list:
+        return get_context_model_parallel_replica_groups()
+    state = current_state.with_groups()
+    return state.context_groups[0] if state.context_groups else state.own_group
 
 
 @_overloaded
@@ -93,7 +108,8 @@ def get_tensor_model_parallel_replica_groups() -> list[list[int]]:
 
 def get_data_parallel_replica_groups() -> list[list[int]]:
     """Global ranks of every data group."""
-    return _groups("data")
+    state = current_state.initialized()
+    return state.rank_mesh.strided_groups(state.context_size)
 
 
 def get_pipeline_model_parallel_replica_groups() -> list[list[int]]:
@@ -102,20 +118,21 @@ def get_pipeline_model_parallel_replica_groups() -> list[list[int]]:
 
 
 def get_context_model_parallel_replica_groups() -> list[list[int]]:
-    """Global ranks of every group of ranks that share a sequence: each rank is one."""
-    return _alone()
+    """Global ranks of every group of ranks that share each sequence."""
+    state = current_state.initialized()
+    return state.rank_mesh.consecutive_groups(state.context_size)
 
 
 def get_expert_model_parallel_replica_groups() -> list[list[int]]:
     """Global ranks of every expert group."""
     state = current_state.initialized()
-    return state.rank_mesh.expert_groups(state.expert_size)
+    return state.rank_mesh.consecutive_groups(state.expert_size)
 
 
 def get_expert_data_parallel_replica_groups() -> list[list[int]]:
     """Global ranks of every group of ranks with the same experts."""
     state = current_state.initialized()
-    return state.rank_mesh.expert_data_groups(state.expert_size)
+    return state.rank_mesh.strided_groups(state.expert_size)
 
 
 def get_device_mesh() -> DeviceMesh:
@@ -150,12 +167,17 @@ def get_pipeline_control_group() -> ProcessGroup:
     return current_state.with_groups().control_groups["pipeline"]
 
 
-def get_data_parallel_control_group() -> ProcessGroup:
-    """Gloo group over this rank's data group, for tensors in CPU memory; exists where there are several replicas.
+def get_replica_control_group() -> ProcessGroup:
+    """Gloo group over ``get_replica_group()``, for tensors in CPU memory; exists where there are several replicas.
 
-    On gloo it is the data group itself.
+    On gloo it is that group itself.
     """
     return current_state.with_groups().control_groups["data"]
+
+
+def get_context_control_group() -> ProcessGroup:
+    """Gloo group over the ranks that share each sequence, for tensors in CPU memory; exists where there are several."""
+    return current_state.with_groups().context_groups[2]
 
 
 def get_tensor_control_group() -> ProcessGroup:
@@ -191,7 +213,3 @@ get_tensor_parallel_replica_groups = get_tensor_model_parallel_replica_groups
 
 def _groups(dimension: str) -> list[list[int]]:
     return current_state.initialized().rank_mesh.groups(dimension)
-
-
-def _alone() -> list[list[int]]:
-    return [[rank] for rank in get_world_group(as_list=True)[0]]

@@ -32,9 +32,10 @@ from nxdpp.ranks.process_groups import ProcessGroups, build_groups
 from nxdpp.ranks.rank_getters import *  # noqa: F403  # all getters are names of this module
 from nxdpp.ranks.rank_mesh import DIMENSIONS, RankMesh, checked_order
 from nxdpp.ranks.start_checks import (
-    check_ones,
+    check_logical_cores,
     check_same,
     check_sizes,
+    checked_context_size,
     checked_expert_size,
     checked_folder,
     checked_shard_size,
@@ -60,8 +61,8 @@ def initialize_model_parallel(
     """Divide the world into tensor, data and pipeline groups; collective over all ranks.
 
     Starts ``torch.distributed`` if it does not run. The world comes from the variables of torchrun, srun or mpirun;
-    without them it is one process. The data-parallel size is ``world / (tensor * pipeline)``. From then on a rank that
-    fails ends all ranks, see ``failure_watch``. A repeated call with the same arguments changes nothing.
+    without them it is one process. The data-parallel size is ``world / (tensor * pipeline * context)``. From then on a
+    rank that fails ends all ranks, see ``failure_watch``. A repeated call with the same arguments changes nothing.
 
     Stages on one host exchange CPU tensors through shared memory. ``NXDPP_P2P=gloo`` in the environment turns that off.
 
@@ -70,7 +71,8 @@ def initialize_model_parallel(
         pipeline_model_parallel_size: number of ranks in a pipeline.
         order: the dimensions ``"pipeline"``, ``"data"`` and ``"tensor"``, the outermost first. Ranks are in row-major
             order of it. The default is the order of NeuronX Distributed and Megatron; nnScaler has ``"data"`` first.
-        context_parallel_size: ranks that share each sequence; only 1.
+        context_parallel_size: consecutive ranks of those with the same stages that share each sequence
+            (``nxdpp.context_parallelize``). All are given the same rows. The rest of these ranks are data-parallel.
         expert_model_parallel_size: consecutive data-parallel ranks that share the experts of a layer
             (``nxdpp.expert_parallelize``). It divides the data-parallel size; the rest are copies of the same experts.
         data_parallel_shard_size: consecutive ranks of a data group over which ``fully_shard`` divides parameters. The
@@ -115,15 +117,16 @@ def initialize_model_parallel(
     tensor, pipeline = tensor_model_parallel_size, pipeline_model_parallel_size
     world_size = dist.get_world_size() if dist.is_initialized() else launch.world_size()
     check_sizes(tensor, pipeline, world_size)
-    check_ones(context_parallel_size, lnc_size)
+    check_logical_cores(lnc_size)
     rank_mesh = RankMesh(pipeline, world_size // (tensor * pipeline), tensor, checked_order(order))
     shard_size = checked_shard_size(data_parallel_shard_size, rank_mesh.data)
     expert_size = checked_expert_size(expert_model_parallel_size, rank_mesh.data)
+    context_size = checked_context_size(context_parallel_size, rank_mesh.data)
     timeouts = Timeouts(hang_timeout, compile_timeout)
     timeouts.check()
     cache = checked_folder(compilation_cache, device)
     if state is not None:
-        check_same(state, rank_mesh, backend, device, timeouts, shard_size, expert_size)
+        check_same(state, rank_mesh, backend, device, timeouts, shard_size, expert_size, context_size)
         if cache is not None:
             device_of(group_getters.local_device()).keep_graphs(cache)
         return
@@ -137,7 +140,9 @@ def initialize_model_parallel(
     if world_size > 1:
         failure_watch.start(store, timeouts)
     with failure_watch.reported():
-        groups = build_groups(rank_mesh, started_world, own_device, store, timeouts, shard_size, expert_size)
+        groups = build_groups(
+            rank_mesh, started_world, own_device, store, timeouts, shard_size, expert_size, context_size
+        )
         current_state.replace(groups)
     board.is_compiling = device_of(own_device).is_compiling
     on_device = kind_of(own_device.type).backend != "gloo"
@@ -240,7 +245,11 @@ def move_model_to_device(model: torch.nn.Module, device: torch.device | str | in
 
 
 # For other packages of nxdpp; not public.
-_OWN = ("get_exchange", "get_expert_shard_mesh", "get_shard_mesh", "has_shards", "is_debug", "refuse_in_debug")
+_OWN = (
+    *("get_context_control_group", "get_exchange", "get_expert_shard_mesh", "get_replica_control_group"),
+    *("get_replica_group", "get_replica_rank", "get_replica_size", "get_shard_mesh", "has_shards", "is_debug"),
+    "refuse_in_debug",
+)
 _MODULES = (__name__, group_getters.__name__, rank_getters.__name__)
 
 # Type checkers read the star imports.

@@ -4,6 +4,7 @@ Hosts of a job may have environments of their own: all ranks must have the same 
 """
 
 from dataclasses import dataclass, field
+from datetime import timedelta
 from functools import cached_property
 from importlib import metadata
 
@@ -29,7 +30,9 @@ class ProcessGroups:
     dimension. ``world`` is the default process group at the time of construction. ``started_world`` is ``True`` if
     nxdpp started ``torch.distributed``. The job ends after ``timeouts`` if no rank has moved. ``shard_size`` ranks of a
     data group share a shard. ``expert_size`` of them share the experts of a layer; ``expert_groups`` are this rank's
-    groups of these ranks and of the ranks with the same experts, if there are several.
+    groups of these ranks and of the ranks with the same experts, if there are several. ``context_size`` of them share
+    each sequence; ``context_groups`` are this rank's groups of these, of the ranks with the same part of sequences, and
+    of the first ones between their hosts.
     """
 
     rank_mesh: RankMesh
@@ -44,6 +47,8 @@ class ProcessGroups:
     shard_size: int = 1
     expert_size: int = 1
     expert_groups: tuple[ProcessGroup, ...] = ()
+    context_size: int = 1
+    context_groups: tuple[ProcessGroup, ...] = ()
     _data_parts: dict[int, ProcessGroup] = field(default_factory=dict)
 
     def rank(self, dimension: str) -> int:
@@ -131,6 +136,7 @@ class ProcessGroups:
             *self.transfer_groups.all,
             *self._data_parts.values(),
             *self.expert_groups,
+            *self.context_groups,
             *(self.shard_mesh.get_all_groups() if self.has_shards else ()),
             *(vars(self)[name] for name in ("own_group", "model_group") if name in vars(self)),
         ]
@@ -147,6 +153,7 @@ def build_groups(
     timeouts: Timeouts = NO_LIMITS,
     shard_size: int | None = None,
     expert_size: int = 1,
+    context_size: int = 1,
 ) -> ProcessGroups:
     """Create the groups, on all ranks the same ones in the same order; collective over all ranks.
 
@@ -154,7 +161,7 @@ def build_groups(
     other versions of libraries.
     """
     check_same_versions(store)
-    _check_same_mesh(rank_mesh, shard_size, expert_size, store)
+    _check_same_mesh(rank_mesh, shard_size, expert_size, context_size, store)
     world, limit = dist.group.WORLD, timeouts.of_operations
     assert world is not None
     backend = kind_of(device.type).backend
@@ -173,8 +180,9 @@ def build_groups(
         backend, rank_mesh.groups("pipeline"), mesh.get_group("pipeline"), device, store, limit
     )
     # Of their own: messages of tokens and averages of gradients may be in flight at one time.
-    shared = (rank_mesh.expert_groups, rank_mesh.expert_data_groups) if expert_size > 1 else ()
+    shared = (rank_mesh.consecutive_groups, rank_mesh.strided_groups) if expert_size > 1 else ()
     expert_groups = tuple(own_group(groups_of(expert_size), None, limit) for groups_of in shared)
+    context_groups = _context_groups(rank_mesh, context_size, backend, limit) if context_size > 1 else ()
     _wait_for_all_ranks(dist.get_world_size(), store)
     exchange = StoreExchange(store, dist.get_rank(), dist.get_world_size())
     return ProcessGroups(
@@ -190,10 +198,21 @@ def build_groups(
         shard_size or rank_mesh.data,
         expert_size,
         expert_groups,
+        context_size,
+        context_groups,
     )
 
 
-def _check_same_mesh(rank_mesh: RankMesh, shard_size: int | None, expert_size: int, store: Store) -> None:
+def _context_groups(rank_mesh: RankMesh, size: int, backend: str, limit: timedelta) -> tuple[ProcessGroup, ...]:
+    groups = rank_mesh.consecutive_groups(size)
+    context = own_group(groups, None, limit)
+    data = own_group(rank_mesh.strided_groups(size), None, limit)
+    return context, data, context if backend == "gloo" else own_group(groups, "gloo", limit)
+
+
+def _check_same_mesh(
+    rank_mesh: RankMesh, shard_size: int | None, expert_size: int, context_size: int, store: Store
+) -> None:
     """Raise before a group is made: ranks would wait for each other in different groups."""
     values = {
         "tensor_model_parallel_size": rank_mesh.tensor,
@@ -201,6 +220,7 @@ def _check_same_mesh(rank_mesh: RankMesh, shard_size: int | None, expert_size: i
         "order": rank_mesh.order,
         "data_parallel_shard_size": shard_size,
         "expert_model_parallel_size": expert_size,
+        "context_parallel_size": context_size,
     }
     first, theirs, ours = _differences("nxdpp_mesh", [f"{name}={value}" for name, value in values.items()], store)
     if theirs:

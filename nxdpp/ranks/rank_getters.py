@@ -15,7 +15,12 @@ def get_tensor_model_parallel_size() -> int:
 
 
 def get_data_parallel_size() -> int:
-    """Number of replicas of the model."""
+    """Number of ranks with this rank's stages that train different rows."""
+    return _size("data") // get_context_model_parallel_size()
+
+
+def get_replica_size() -> int:
+    """Number of ranks with this rank's parameters: data times context."""
     return _size("data")
 
 
@@ -25,9 +30,8 @@ def get_pipeline_model_parallel_size() -> int:
 
 
 def get_context_model_parallel_size() -> int:
-    """Number of ranks that share each sequence: 1."""
-    current_state.initialized()
-    return 1
+    """Number of ranks that share each sequence."""
+    return current_state.initialized().context_size
 
 
 def get_expert_model_parallel_size() -> int:
@@ -36,8 +40,8 @@ def get_expert_model_parallel_size() -> int:
 
 
 def get_expert_data_parallel_size() -> int:
-    """Number of ranks with the same experts, among the ranks of a data group."""
-    return get_data_parallel_size() // get_expert_model_parallel_size()
+    """Number of ranks with the same experts, among the ranks with the same stages."""
+    return get_replica_size() // get_expert_model_parallel_size()
 
 
 def get_tensor_model_parallel_rank() -> int:
@@ -47,6 +51,11 @@ def get_tensor_model_parallel_rank() -> int:
 
 def get_data_parallel_rank() -> int:
     """This rank's index in its data group."""
+    return _rank("data") // get_context_model_parallel_size()
+
+
+def get_replica_rank() -> int:
+    """This rank's index among the ranks with its parameters."""
     return _rank("data")
 
 
@@ -56,25 +65,28 @@ def get_pipeline_model_parallel_rank() -> int:
 
 
 def get_context_model_parallel_rank() -> int:
-    """This rank's index among the ranks that share each sequence: 0."""
-    current_state.initialized()
-    return 0
+    """This rank's index among the ranks that share each sequence."""
+    return _rank("data") % get_context_model_parallel_size()
 
 
 def get_context_model_parallel_src_tgt_pairs() -> list[tuple[int, int]]:
-    """Pairs of global ranks that are neighbours in a ring over a sequence: none, since no sequence is divided."""
-    current_state.initialized()
-    return []
+    """Pairs of global ranks that are neighbours in a ring over a sequence: each sends to the next one.
+
+    There are none where no sequence is divided.
+    """
+    size, first = get_context_model_parallel_size(), get_replica_rank() - get_context_model_parallel_rank()
+    ranks = current_state.own_ranks("data")[first : first + size]
+    return [] if size == 1 else list(zip(ranks, [*ranks[1:], ranks[0]], strict=True))
 
 
 def get_expert_model_parallel_rank() -> int:
     """This rank's index in its expert group; rank 0 has the first experts."""
-    return get_data_parallel_rank() % get_expert_model_parallel_size()
+    return get_replica_rank() % get_expert_model_parallel_size()
 
 
 def get_expert_data_parallel_rank() -> int:
     """This rank's index among the ranks with the same experts."""
-    return get_data_parallel_rank() // get_expert_model_parallel_size()
+    return get_replica_rank() // get_expert_model_parallel_size()
 
 
 def get_tensor_model_parallel_src_rank() -> int:
@@ -84,7 +96,7 @@ def get_tensor_model_parallel_src_rank() -> int:
 
 def get_data_parallel_src_rank() -> int:
     """Global rank of the first rank of this rank's data group."""
-    return current_state.own_ranks("data")[0]
+    return current_state.own_ranks("data")[get_context_model_parallel_rank()]
 
 
 def get_pipeline_model_parallel_first_rank() -> int:

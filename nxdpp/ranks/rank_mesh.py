@@ -8,11 +8,14 @@
 
 The last dimension of an order has neighbouring ranks.
 
-Expert parallelism divides the ranks of each data group again: consecutive ones share the experts of a layer. 8 ranks of
-one data group with expert size 2::
+Expert and context parallelism divide the ranks of each data group again: consecutive ones share the experts of a
+layer, or each sequence. 8 ranks of one data group with size 2::
 
-    experts in two parts (expert groups)            [0 1] [2 3] [4 5] [6 7]
-    copies of one part (expert-data groups)         [0 2 4 6] [1 3 5 7]
+    experts, or sequences, in two parts             [0 1] [2 3] [4 5] [6 7]
+    copies of one part                              [0 2 4 6] [1 3 5 7]
+
+Ranks of the data dimension have the same parameters, so this package calls them replicas. With context parallelism the
+public getters of data parallelism count those alone that train different rows.
 """
 
 from collections.abc import Sequence
@@ -58,12 +61,12 @@ class RankMesh:
         groups: list[list[int]] = self.ranks.movedim(index, -1).reshape(-1, self.size(dimension)).tolist()
         return sorted(groups)
 
-    def expert_groups(self, size: int) -> list[list[int]]:
-        """Global ranks of every group of ``size`` consecutive data-parallel ranks, which share the experts."""
+    def consecutive_groups(self, size: int) -> list[list[int]]:
+        """Global ranks of every group of ``size`` consecutive replicas, which share experts or a sequence."""
         return sorted(data[first : first + size] for data in self.groups("data") for first in range(0, self.data, size))
 
-    def expert_data_groups(self, size: int) -> list[list[int]]:
-        """Global ranks of every group of data-parallel ranks with the same experts, which ``size`` ranks share."""
+    def strided_groups(self, size: int) -> list[list[int]]:
+        """Global ranks of every group of replicas with the same index in their ``consecutive_groups``."""
         return sorted(data[index::size] for data in self.groups("data") for index in range(size))
 
     def models(self) -> list[list[int]]:

@@ -31,19 +31,12 @@ def _check_whole(name: str, size: object) -> None:
         raise TypeError(f"{name}={size!r} must be a whole number of at least 1.")
 
 
-_NOT_DIVIDED = {
-    "context_parallel_size": "nxdpp does not split sequences over ranks. Give 1, and use the ranks for pipeline, "
-    "tensor or data parallelism.",
-    "lnc_size": "logical cores are of Neuron devices. On a GPU or a CPU each rank has one device: give 1.",
-}
-"""Arguments that may only be 1, and why."""
-
-
-def check_ones(*sizes: int) -> None:
-    """Raise ``ValueError`` for one of ``sizes``, of the dimensions in ``_NOT_DIVIDED``, that is not 1."""
-    for (name, reason), size in zip(_NOT_DIVIDED.items(), sizes, strict=True):
-        if size != 1:
-            raise ValueError(f"{name}={size!r}: {reason}")
+def check_logical_cores(size: int) -> None:
+    """Raise ``ValueError`` for an ``lnc_size`` that is not 1."""
+    if size != 1:
+        raise ValueError(
+            f"lnc_size={size!r}: logical cores are of Neuron devices. On a GPU or a CPU a rank has one device: give 1."
+        )
 
 
 def checked_shard_size(size: int | None, replicas: int) -> int:
@@ -58,6 +51,21 @@ def checked_shard_size(size: int | None, replicas: int) -> int:
         raise ValueError(
             f"data_parallel_shard_size={size} must divide the {counted(replicas, 'data-parallel rank')}: give a "
             "divisor, or leave it out to divide over all of them."
+        )
+    return int(size)
+
+
+def checked_context_size(size: int, replicas: int) -> int:
+    """Return ``context_parallel_size``.
+
+    Raises ``ValueError`` for a size that does not divide the ``replicas``, ``TypeError`` for no whole number.
+    """
+    _check_whole("context_parallel_size", size)
+    if size < 1 or replicas % size:
+        raise ValueError(
+            f"context_parallel_size={size} must divide the {counted(replicas, 'rank')} that the world / (tensor size * "
+            f"pipeline size) has: so many consecutive ones share each sequence, and the rest are data-parallel. Give a "
+            f"divisor, or start more processes."
         )
     return int(size)
 
@@ -85,10 +93,11 @@ def check_same(
     timeouts: Timeouts,
     shard_size: int,
     expert_size: int,
+    context_size: int,
 ) -> None:
     """Raise ``RuntimeError`` unless ``state`` has the groups, the devices and the limits that are asked for."""
-    there = _named(state.rank_mesh, state.shard_size, state.expert_size, state.timeouts)
-    asked = _named(wanted, shard_size, expert_size, timeouts)
+    there = _named(state.rank_mesh, state.shard_size, state.expert_size, state.context_size, state.timeouts)
+    asked = _named(wanted, shard_size, expert_size, context_size, timeouts)
     kind = state.device.type
     if wanted_device(backend, device) not in (None, kind):
         on = state.transfer_groups.backend if device is None and kind != "xla" else f"device={kind!r}"
@@ -128,12 +137,13 @@ def checked_folder(given: object, device: str | None) -> Path | None:
     return folder
 
 
-def _named(mesh: RankMesh, shard_size: int, expert_size: int, timeouts: Timeouts) -> list[str]:
+def _named(mesh: RankMesh, shard_size: int, expert_size: int, context_size: int, timeouts: Timeouts) -> list[str]:
     """Return what a start is made with, as its messages say it."""
     return [
         f"with tensor size {mesh.tensor} and pipeline size {mesh.pipeline}",
         f"with order={mesh.order!r}",
         f"with data_parallel_shard_size={shard_size}",
         f"with expert_model_parallel_size={expert_size}",
+        f"with context_parallel_size={context_size}",
         *(f"with {name}={float(seconds):g}" for name, seconds in timeouts.named().items()),
     ]

@@ -61,7 +61,7 @@ def save(
     if save_xser:
         raise ValueError(_XSER.format("save_xser"))
     parallel_state.refuse_in_debug("parallel_layers.save")
-    writes = not master_dp_only or not is_several() or parallel_state.get_data_parallel_rank() == 0
+    writes = not master_dp_only or not is_several() or parallel_state.get_replica_rank() == 0
     path = _file(save_dir, master_dp_only)
     exchange = Exchange(consequence=f"{save_dir} was not written")
 
@@ -131,7 +131,7 @@ def _file(directory: str | os.PathLike[str], master_dp_only: bool) -> Path:
         return local_path(directory) / rank_name(0, 0, None if master_dp_only else 0) / _FILE
     tensor = parallel_state.get_tensor_model_parallel_rank()
     pipeline = parallel_state.get_pipeline_model_parallel_rank()
-    data = None if master_dp_only else parallel_state.get_data_parallel_rank()
+    data = None if master_dp_only else parallel_state.get_replica_rank()
     return local_path(directory) / rank_name(tensor, pipeline, data) / _FILE
 
 

@@ -7,5 +7,5 @@ __all__ = ["get_batch_on_this_context_parallel_rank"]
 
 
 def get_batch_on_this_context_parallel_rank(batch: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return ``batch``: each sequence is on one rank, as ``get_context_model_parallel_size()`` tells."""
+    """Return ``batch``: ranks that share its sequences are given them whole (``nxdpp.context_parallelize``)."""
     return batch

@@ -111,7 +111,7 @@ class MetricsFile:
             "rank": self._rank,
             "ranks": dist.get_world_size(),
             "stages": model.local_stages,
-            "replica": parallel_state.get_data_parallel_rank(),
+            "replica": parallel_state.get_replica_rank(),
             "tensor_rank": parallel_state.get_tensor_model_parallel_rank(),
             "schedule": model.schedule_name,
             "host": socket.gethostname(),

@@ -164,7 +164,7 @@ def _refusals(rank: int) -> list[str]:
     wrapped = NxDPPModel(expert_parallelize(_made(0.0), PLAN), transformer_layer_cls=Layer)
     trained = list(wrapped.local_parameters())
     profiled: dict[str, Any] = {"partition": "profiled", "partition_batch": {"x": _inputs(0)}}
-    control = parallel_state.get_data_parallel_control_group()
+    control = parallel_state.get_replica_control_group()
     return [
         *refused,
         _message(lambda: parallel_state.initialize_model_parallel(data_parallel_shard_size=1)),

@@ -29,7 +29,7 @@ def _parameters(count: int) -> list[nn.Parameter]:
 
 
 def _average_over_replicas(parameters: Iterable[nn.Parameter]) -> None:
-    control = parallel_state.get_data_parallel_control_group()
+    control = parallel_state.get_replica_control_group()
     average_gradients(parameters, parallel_state.get_data_parallel_group(), control)
 
 

@@ -36,7 +36,7 @@ def equal(found: list[torch.Tensor | None], expected: Callable[[int], torch.Tens
 
 def orders_of_messages(rank: int) -> list[list[str]]:
     """The starts and the waits of two steps, where messages seem to arrive at once on rank 0, and late on rank 1."""
-    groups = parallel_state.get_data_parallel_group(), parallel_state.get_data_parallel_control_group()
+    groups = parallel_state.get_data_parallel_group(), parallel_state.get_replica_control_group()
     average = OverlappedAverage(*groups)
     average._waits_stop_streams = True
     own = parameters(rank)

@@ -58,7 +58,7 @@ GROUPS = (
 NEED_PROCESSES = (
     *GROUPS,
     "get_pipeline_control_group",
-    "get_data_parallel_control_group",
+    "get_replica_control_group",
     "get_tensor_control_group",
     "get_pipeline_transfer_groups",
     "get_device_mesh",

@@ -13,7 +13,7 @@ def _sizes(rank: int, tensor: int, pipeline: int) -> tuple[int, int, int]:
     parallel_state.initialize_model_parallel(tensor, pipeline)
     pipeline_group = parallel_state.get_pipeline_model_parallel_group()
     assert parallel_state.get_pipeline_control_group() is pipeline_group
-    assert parallel_state.get_data_parallel_control_group() is parallel_state.get_data_parallel_group()
+    assert parallel_state.get_replica_control_group() is parallel_state.get_data_parallel_group()
     transfers = parallel_state.get_pipeline_transfer_groups()
     assert transfers.rules == GLOO
     assert transfers.all == [pipeline_group]

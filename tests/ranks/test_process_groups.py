@@ -43,12 +43,12 @@ def test_other_sizes_or_orders_on_a_rank_are_refused_before_a_group_is_made(
 ) -> None:
     monkeypatch.setattr(dist, "get_rank", lambda: 1)
     store = HashStore()
-    process_groups._check_same_mesh(RankMesh(2, 2, 1), 2, 1, store)
-    process_groups._check_same_mesh(RankMesh(2, 2, 1), 2, 1, store)
+    process_groups._check_same_mesh(RankMesh(2, 2, 1), 2, 1, 1, store)
+    process_groups._check_same_mesh(RankMesh(2, 2, 1), 2, 1, 1, store)
     with pytest.raises(
         ValueError, match=r"^rank 1 has called .*_parallel with (\w+)=(.*), and rank 1 with \1="
     ) as caught:
-        process_groups._check_same_mesh(RankMesh(4, 1, 1), None, 1, store)
+        process_groups._check_same_mesh(RankMesh(4, 1, 1), None, 1, 1, store)
     # Only the argument that differs is shown.
     assert "tensor_model_parallel_size" not in str(caught.value)
     assert "pipeline_model_parallel_size=4" in str(caught.value)

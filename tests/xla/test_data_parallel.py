@@ -190,7 +190,7 @@ def _uneven(model: NxDPPModel, optimizer: Any, number: int) -> float:
         loss = run_step(model, number)
     if parallel_state.get_data_parallel_rank() == 1:
         next(iter(model.local_parameters())).grad = None
-    groups = parallel_state.get_data_parallel_group(), parallel_state.get_data_parallel_control_group()
+    groups = parallel_state.get_data_parallel_group(), parallel_state.get_replica_control_group()
     average.average_gradients(model.local_parameters(), *groups)
     optimizer.step()
     optimizer.zero_grad()

@@ -170,7 +170,7 @@ def layout() -> dict[str, int]:
     return {
         "ranks": Exchange().ranks,
         "tensor": parallel_state.get_tensor_model_parallel_size(),
-        "data": parallel_state.get_data_parallel_size(),
+        "data": parallel_state.get_replica_size(),
         "pipeline": parallel_state.get_pipeline_model_parallel_size(),
     }
 

@@ -37,7 +37,7 @@ class SharedReads(Generic[T]):
         if exchange.ranks == 1:
             return
         digests = exchange.gather(zlib.crc32(described.encode()))
-        group = dist.get_process_group_ranks(parallel_state.get_data_parallel_group())
+        group = dist.get_process_group_ranks(parallel_state.get_replica_group())
         if replicas > 1 and len({digests[rank] for rank in group}) == 1:
             self._owners = owners(sizes, replicas)
 
@@ -58,7 +58,7 @@ def replica() -> tuple[int, int]:
     """This rank's place among the data-parallel replicas, and their number."""
     if not is_several():
         return 0, 1
-    return parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_size()
+    return parallel_state.get_replica_rank(), parallel_state.get_replica_size()
 
 
 def owners(sizes: Mapping[T, int], replicas: int) -> dict[T, int]:
@@ -72,7 +72,7 @@ def owners(sizes: Mapping[T, int], replicas: int) -> dict[T, int]:
 
 def broadcast(values: torch.Tensor, source: int) -> None:
     """Broadcast ``values`` in pieces, in place; values that are not contiguous through a copy of a piece."""
-    group = parallel_state.get_data_parallel_group()
+    group = parallel_state.get_replica_group()
     if needs_host(values, group):
         # A copy of all of it: a piece of a lazy device is a graph of its own.
         in_place(values, group, lambda host: broadcast(host, source))

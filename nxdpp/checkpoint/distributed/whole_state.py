@@ -96,7 +96,7 @@ def gather_tensors(
     # Rank 0's names and ties count: a module whose tensors are elsewhere may have lost its ties.
     firsts = exchange.from_first(lambda: {name: local.ties.get(name, name) for name in wanted})
     here = _with_values(local, firsts)
-    replica, expert_size = parallel_state.get_data_parallel_rank(), parallel_state.get_expert_model_parallel_size()
+    replica, expert_size = parallel_state.get_replica_rank(), parallel_state.get_expert_model_parallel_size()
     held = {
         name: _Held(tensor.dtype, placement_of(tensor)._replace(begin=0), is_of_experts(tensor))
         for name, tensor in here.items()
@@ -143,7 +143,7 @@ def _sources(names: Sequence[str], everyones: Sequence[Mapping[str, _Held]]) -> 
 def _all_rows(tensor: torch.Tensor | None, source: _Source) -> torch.Tensor | None:
     """``tensor`` with the rows of all ranks that have a shard of it, on the ranks that need them for ``source``."""
     of_experts = source.parts[0].of_experts
-    groups = parallel_state.get_expert_data_parallel_group if of_experts else parallel_state.get_data_parallel_group
+    groups = parallel_state.get_expert_data_parallel_group if of_experts else parallel_state.get_replica_group
     first = next(ranks[0] for ranks in groups(as_list=True) if dist.get_rank() in ranks)
     return all_rows(tensor) if tensor is not None and first in source.ranks else tensor
 

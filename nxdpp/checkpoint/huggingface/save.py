@@ -115,7 +115,7 @@ def _save_adapter(model: WrappedModel, directory: Path, exchange: Exchange, cons
 def _layouts(model: WrappedModel) -> dict[str, StoredLayout] | None:
     """Layouts of the tensors that this rank can write; None on ranks of the other replicas."""
     _check_can_be_saved(model)
-    if parallel_state.get_data_parallel_rank() > 0 or parallel_state.get_tensor_model_parallel_rank() > 0:
+    if parallel_state.get_replica_rank() > 0 or parallel_state.get_tensor_model_parallel_rank() > 0:
         return None
     local = {name: as_in_files(tensor) for name, tensor in tensors_of(model.local_module).items()}
     for name, tensor in local.items():
@@ -126,7 +126,7 @@ def _layouts(model: WrappedModel) -> dict[str, StoredLayout] | None:
 def _copies(model: WrappedModel) -> dict[tuple[str, int, int], bytes]:
     """Hashes of this rank's tied tensors, by first name, replica and tensor-parallel rank."""
     local = _local_tensors(model)
-    place = parallel_state.get_data_parallel_rank(), parallel_state.get_tensor_model_parallel_rank()
+    place = parallel_state.get_replica_rank(), parallel_state.get_tensor_model_parallel_rank()
     firsts = [names[0] for names in tied_names_of(model)]
     return {(name, *place): hash_of_all(local_rows(local[name])) for name in firsts if name in local}
 
@@ -150,9 +150,9 @@ def _writer(local: Mapping[str, torch.Tensor]) -> int | None:
     ``None`` on ranks of the other replicas, unless they have shards or experts of the ``local`` tensors.
     """
     has_parts = any(is_sharded(each) or is_of_experts(each) for each in local.values())
-    if parallel_state.get_data_parallel_rank() > 0 and not has_parts:
+    if parallel_state.get_replica_rank() > 0 and not has_parts:
         return None
-    replicas = parallel_state.get_data_parallel_group(as_list=True)
+    replicas = parallel_state.get_replica_group(as_list=True)
     first = next(group[0] for group in replicas if dist.get_rank() in group)
     groups = parallel_state.get_tensor_model_parallel_group(as_list=True)
     return next(group[0] for group in groups if first in group)
@@ -193,7 +193,7 @@ def _local_tensors(model: WrappedModel) -> dict[str, torch.Tensor]:
 
 def _tensors(model: WrappedModel, local: Mapping[str, torch.Tensor], shard: Shard) -> dict[str, torch.Tensor]:
     made: dict[str, torch.Tensor] = {}
-    if parallel_state.get_data_parallel_rank() > 0:
+    if parallel_state.get_replica_rank() > 0:
         for name in (name for conversion in shard.conversions for name in conversion.names):
             joined(local[name]) if is_of_experts(local[name]) else all_rows(local[name])
         return made

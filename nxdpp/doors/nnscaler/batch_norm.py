@@ -71,7 +71,7 @@ def refuse_other_numbers(norms: list[nn.Module], samples: int) -> None:
     Collective over the units if one of ``norms`` is in training: each sample is a message.
     """
     if any(norm.training for norm in norms):
-        (fewest,), (most,) = extremes([samples], parallel_state.get_data_parallel_control_group())
+        (fewest,), (most,) = extremes([samples], parallel_state.get_replica_control_group())
         if fewest != most:
             raise RuntimeError(
                 f"a unit was given {counted(fewest, 'sample')} and another {most}, and a BatchNorm2d counts each "

@@ -41,7 +41,7 @@ class Reducer(GradientReducer):
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter], bucket_bytes: int) -> None:
-        group, control = parallel_state.get_data_parallel_group(), parallel_state.get_data_parallel_control_group()
+        group, control = parallel_state.get_data_parallel_group(), parallel_state.get_replica_control_group()
         super().__init__(parameters, group, control, mean=False, bucket_bytes=bucket_bytes)
         self._pre_hooks: list[ReducerHook] = []
         self._post_hooks: list[ReducerHook] = []

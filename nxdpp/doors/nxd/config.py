@@ -113,11 +113,20 @@ def check_sizes(nxd_config: Any) -> None:
             f"parallelism is initialized with {state[0]} and {state[1]}: give the same, or call "
             f"destroy_model_parallel() before neuronx_distributed_config."
         )
-    if (ranks := parallel_state.get_expert_model_parallel_size()) > 1:
-        raise RuntimeError(
-            f"model parallelism is initialized with expert_model_parallel_size={ranks}, and the trainer divides no "
-            f"experts: wrap the model by NxDPPModel(nxdpp.expert_parallelize(model), ...), or leave the size out."
-        )
+    divided = {
+        (
+            "expert_model_parallel_size",
+            "experts",
+            "expert_parallelize",
+        ): parallel_state.get_expert_model_parallel_size(),
+        ("context_parallel_size", "sequences", "context_parallelize"): parallel_state.get_context_model_parallel_size(),
+    }
+    for (name, what, function), ranks in divided.items():
+        if ranks > 1:
+            raise RuntimeError(
+                f"model parallelism is initialized with {name}={ranks}, and the trainer divides no {what}: wrap the "
+                f"model by NxDPPModel(nxdpp.{function}(model), ...), or leave the size out."
+            )
 
 
 def _pipeline(given: Mapping[str, Any] | None, has_zero1: bool) -> dict[str, Any] | None:

@@ -104,7 +104,7 @@ class NxDModel(nn.Module):
         """
         if isinstance(self.module, NxDPPModel):
             return self.module.clip_grad_norm_(max_norm, norm_type)
-        if parallel_state.get_data_parallel_size() > 1:
+        if parallel_state.get_replica_size() > 1:
             raise RuntimeError(
                 "the optimizer averages the gradients of the replicas in its step, so they cannot be clipped before "
                 "it: the optimizer clips them then (optimizer_config: grad_clipping, max_grad_norm)."

@@ -51,7 +51,7 @@ class NeuronZero1Optimizer(Zero1Optimizer):
         higher_cc_precision: bool = False,
         **defaults: Any,
     ) -> None:
-        data = parallel_state.get_data_parallel_group(as_list=True)
+        data = parallel_state.get_replica_group(as_list=True)
         _check_groups("sharding_groups", sharding_groups, {"data-parallel groups": data})
         norms = {
             "tensor-parallel groups": parallel_state.get_tensor_model_parallel_group(as_list=True),

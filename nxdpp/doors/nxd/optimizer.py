@@ -175,7 +175,7 @@ class NxDOptimizer(Optimizer):
                     f"rank is in step {number}. Make each call of step() on every rank."
                 )
 
-        group, control = parallel_state.get_data_parallel_group(), parallel_state.get_data_parallel_control_group()
+        group, control = parallel_state.get_replica_group(), parallel_state.get_replica_control_group()
         with board.call("NxDOptimizer.step"), failure_watch.reported():
             average_gradients(parameters, group, control, [number, -number], check)
 

@@ -95,14 +95,14 @@ class Sharding:
     @staticmethod
     def ranks_of(groups: int) -> tuple[int, int, ProcessGroup | None, ProcessGroup | None]:
         """Return ``rank``, ``size``, ``group`` and ``everyone`` for ``groups``, which must divide the replicas."""
-        replicas = parallel_state.get_data_parallel_size()
+        replicas = parallel_state.get_replica_size()
         if groups < 1 or replicas % groups:
             raise ValueError(f"sharding_groups={groups} must divide the {counted(replicas, 'data-parallel rank')}.")
-        everyone = parallel_state.get_data_parallel_group() if replicas > 1 else None
+        everyone = parallel_state.get_replica_group() if replicas > 1 else None
         size, group = replicas // groups, everyone
         if groups > 1:
             group = current_state.with_groups().part_of_data_group(groups) if size > 1 else None
-        return parallel_state.get_data_parallel_rank() % size, size, group, everyone
+        return parallel_state.get_replica_rank() % size, size, group, everyone
 
     def of_experts(self) -> Self:
         """Return the sharding over the ranks with the same experts, in one group."""

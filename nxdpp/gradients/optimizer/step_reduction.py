@@ -26,7 +26,7 @@ class StepReduction:
     def __init__(self, sharding: Sharding) -> None:
         self._sharding = sharding
         self._buckets: list[ShardedBucket] = []
-        control = parallel_state.get_data_parallel_control_group() if sharding.replicas > 1 else None
+        control = parallel_state.get_replica_control_group() if sharding.replicas > 1 else None
         self._marks = ReductionMarks(control, are_results=sharding.whole)
 
     def reduce(
@@ -147,7 +147,7 @@ def present_anywhere(present: Sequence[bool], own: ReplicaPosition) -> list[bool
 
     Raises ``RuntimeError`` on all of them unless they have the same position.
     """
-    control = parallel_state.get_data_parallel_control_group()
+    control = parallel_state.get_replica_control_group()
     # The first message has a length that all replicas know.
     smallest, largest = extremes(own, control)
     if smallest != largest:

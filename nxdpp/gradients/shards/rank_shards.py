@@ -149,11 +149,11 @@ class RankShards(ABC):
             )
         kind = "a training step" if train else "an evaluation"
         name, details = f"gather of parameters for {kind}", [f"gradients are reduced: {reduces}", *lines]
-        if parallel_state.get_data_parallel_size() > 1:
+        if parallel_state.get_replica_size() > 1:
             most, least = self._exchanges.start(name, details, [rounds, -rounds])()
             refuse_other_rounds(most, -least)
         # One replica has nothing to wait for.
-        self._step = _Step(train, train and (reduces or parallel_state.get_data_parallel_size() == 1))
+        self._step = _Step(train, train and (reduces or parallel_state.get_replica_size() == 1))
         if self._step.reduces:
             for unit in self.units:
                 self._step.before[unit] = [each.grad is not None for each in unit.parameters if each.requires_grad]
@@ -200,7 +200,7 @@ class RankShards(ABC):
         trained = [p for unit in reduced for p in unit.parameters if p.requires_grad]
         present = [flag for unit in reduced for flag in step.present[unit]]
         before = [flag for unit in reduced for flag in step.before[unit]]
-        anywhere = largest_of(present, parallel_state.get_data_parallel_control_group())
+        anywhere = largest_of(present, parallel_state.get_replica_control_group())
         for parameter, is_anywhere, had_one in zip(trained, anywhere, before, strict=True):
             if not is_anywhere and not had_one:
                 parameter.grad = None

@@ -74,7 +74,7 @@ class ShardedUnit:
             each for each, places in zip(group.fsdp_params, self._places, strict=True) if targeted.isdisjoint(places)
         ]
         self._ranks: ProcessGroup = mesh_info.shard_process_group
-        self._replicas = self._ranks if mesh_info.mesh.ndim == 1 else parallel_state.get_data_parallel_group()
+        self._replicas = self._ranks if mesh_info.mesh.ndim == 1 else parallel_state.get_replica_group()
         if streams is None:
             group.comm_ctx.lazy_init(device)
         else:

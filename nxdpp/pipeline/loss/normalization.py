@@ -160,7 +160,7 @@ class LossNormalization:
                 for term in terms.of_modules:
                     empty |= dict.fromkeys(_without_labels(term, own), term)
             return StepLoss(microbatches, empty=empty)
-        count, replicas = len(microbatches), parallel_state.get_data_parallel_size()
+        count, replicas = len(microbatches), parallel_state.get_replica_size()
         if is_given:
             self._check_given(of_graphs, float(on_host[0][NUM_ITEMS]), train)
             return StepLoss(microbatches, [float(replicas)] * count)
@@ -213,7 +213,7 @@ class LossNormalization:
                 f"the loss of {type(self._module).__name__} does not depend on {NUM_ITEMS}, and would ignore it. Leave "
                 f"{NUM_ITEMS} out. loss_normalization='tokens' with count_items_fn gives the mean over all items."
             )
-        if parallel_state.get_data_parallel_size() == 1:
+        if parallel_state.get_replica_size() == 1:
             return
         known = 0.0
         for terms, microbatches in of_graphs:

@@ -98,7 +98,7 @@ def sums_of_rows(loss: torch.Tensor, count: int, rows: int | None, dimension: in
 
 
 def _is_told() -> bool:
-    return not (parallel_state.get_tensor_model_parallel_rank() or parallel_state.get_data_parallel_rank())
+    return not (parallel_state.get_tensor_model_parallel_rank() or parallel_state.get_replica_rank())
 
 
 @dataclass(frozen=True)

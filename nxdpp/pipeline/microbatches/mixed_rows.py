@@ -56,7 +56,7 @@ def remedy_of_sum(count: int) -> str:
 
 def is_told() -> bool:
     """Return whether this rank tells the user what all ranks of all pipelines know."""
-    return not (parallel_state.get_pipeline_model_parallel_rank() or parallel_state.get_data_parallel_rank())
+    return not (parallel_state.get_pipeline_model_parallel_rank() or parallel_state.get_replica_rank())
 
 
 def warn_of_batch_norms(module: nn.Module, microbatches: int) -> bool:
@@ -121,7 +121,7 @@ class EachCall:
 
     def warn(self, told: set[str]) -> None:
         """Warn of buffers that forwards have changed, and of hooks of gradients, as far as not ``told`` before."""
-        if parallel_state.get_tensor_model_parallel_rank() or parallel_state.get_data_parallel_rank():
+        if parallel_state.get_tensor_model_parallel_rank() or parallel_state.get_replica_rank():
             return
         changed = [(name, kind) for name, kind, tensor in _buffers(self._module) if self._has_changed(name, tensor)]
         if changed and "buffers" not in told:

@@ -67,7 +67,7 @@ class CostPolicy:
                 f"{self.source} needs the same number of stages on each rank; the schedule has {stages} stages on "
                 f"{placement.ranks} ranks. Use partition='even' or pipeline_cuts."
             )
-        device, replicas = parallel_state.local_device(), parallel_state.get_data_parallel_size()
+        device, replicas = parallel_state.local_device(), parallel_state.get_replica_size()
         tensor = parallel_state.get_tensor_model_parallel_size()
         if self.how == "balanced":
             return self.cuts(traced, count_costs(traced, self.module, self.batch, device), device, replicas, tensor)

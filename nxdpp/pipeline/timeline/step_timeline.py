@@ -49,7 +49,7 @@ class StepTimeline:
         self._rank = dist.get_rank(self._group)
         self._ranks = dist.get_world_size(self._group)
         tensor = parallel_state.get_tensor_model_parallel_rank()
-        pipeline = parallel_state.get_data_parallel_rank() * parallel_state.get_tensor_model_parallel_size() + tensor
+        pipeline = parallel_state.get_replica_rank() * parallel_state.get_tensor_model_parallel_size() + tensor
         self._file = TimelineWriter(path, pipeline, self._ranks)
         self._step = 0
         if self._rank == 0:

@@ -52,12 +52,19 @@ def parallel_causal_lm_loss(
     return losses.sum() / count
 
 
+def calls_loss_function(forward: Any) -> bool:
+    """Return whether ``forward`` computes its loss by ``self.loss_function``."""
+    return "self.loss_function(" in _after_head(forward)
+
+
 def _hands_on_logits(forward: Any) -> bool:
     """Return whether ``forward`` computes its loss by ``self.loss_function`` from logits that it does not select."""
+    selects = r"logits\s*\[|CrossEntropy|softmax|logits\.(max|min|sum|mean|topk)"
+    return calls_loss_function(forward) and not re.search(selects, _after_head(forward))
+
+
+def _after_head(forward: Any) -> str:
     try:
-        code = inspect.getsource(inspect.unwrap(forward))
+        return inspect.getsource(inspect.unwrap(forward)).rpartition("lm_head(")[2]
     except (OSError, TypeError):
-        return False
-    after_head = code.rpartition("lm_head(")[2]
-    selects = re.search(r"logits\s*\[|CrossEntropy|softmax|logits\.(max|min|sum|mean|topk)", after_head)
-    return "self.loss_function(" in after_head and not selects
+        return ""

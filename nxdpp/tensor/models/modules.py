@@ -99,18 +99,18 @@ def become(module: nn.Module, parallel: type[nn.Module]) -> None:
     """Make ``module`` a ``parallel``, behind the methods of its own class if that is not torch's."""
     own = type(module)
     # ``super().forward(...)`` in the methods of ``own`` calls ``parallel``'s.
-    module.__class__ = parallel if own in parallel.__mro__ else _joined(own, own, parallel)
+    module.__class__ = parallel if own in parallel.__mro__ else _joined(own, own, parallel, f"Parallel{own.__name__}")
 
 
 def override(module: nn.Module, methods: type[nn.Module]) -> None:
-    """Put ``methods`` before the methods of the class of ``module``."""
+    """Put ``methods`` before the methods of the class of ``module``, under the name of the class."""
     own = type(module)
-    module.__class__ = _joined(own, methods, own)
+    module.__class__ = _joined(own, methods, own, own.__name__)
 
 
-def _joined(own: type[nn.Module], first: type[nn.Module], second: type[nn.Module]) -> type[nn.Module]:
+def _joined(own: type[nn.Module], first: type[nn.Module], second: type[nn.Module], name: str) -> type[nn.Module]:
     if (first, second) not in _made:
-        _made[first, second] = type(f"Parallel{own.__name__}", (first, second), {"__module__": own.__module__})
+        _made[first, second] = type(name, (first, second), {"__module__": own.__module__})
     return _made[first, second]
 
 

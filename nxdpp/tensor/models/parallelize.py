@@ -75,6 +75,8 @@ def tensor_parallelize(
             "expert_parallelize was not compared with sequence_parallel=True: leave one of them out, or make the "
             "tensor-parallel ranks pipeline stages"
         )
+    if sequence_parallel and parallel_state.get_context_model_parallel_size() > 1:
+        raise ValueError("context_parallel_size was not compared with sequence_parallel=True: leave one of them out")
     chosen = checked_plan(model, plan)
     if plan is None:
         if not has_compared_plan(model, chosen):

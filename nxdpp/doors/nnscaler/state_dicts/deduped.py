@@ -156,7 +156,7 @@ def _of_first_units(value: T, is_everywhere: bool = False, sources: int = 1) -> 
         is_everywhere: all ranks take the value of rank 0; collective over all ranks.
         sources: number of units that have values. Unit ``u`` takes the value of unit ``u % sources``.
     """
-    group = parallel_state.get_data_parallel_control_group()
+    group = parallel_state.get_replica_control_group()
     if is_everywhere:
         return from_rank_0(value)
     if dist.get_world_size(group) == 1:
