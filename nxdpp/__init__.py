@@ -23,6 +23,7 @@ Names::
     batches_of_tokens              Return rows in groups of at most a number of tokens
     check_tensor_parallel          Compare model divided by plan with model in one process
     compare_tensor_copies          Make calls of module with gradients compare its copies
+    context_parallelize            Divide the tokens of each sequence over the ranks of the context group
     data_parallel_sampler          Return a sampler that gives this rank's replica its part of dataset
     declare_optimizer              Tell what a step of optimizer_class looks at
     deferred_init                  Call constructor(*args, **kwargs) without memory for its parameters and buffers
@@ -79,6 +80,7 @@ __all__ = [
     "batches_of_tokens",
     "check_tensor_parallel",
     "compare_tensor_copies",
+    "context_parallelize",
     "data_parallel_sampler",
     "declare_optimizer",
     "deferred_init",

@@ -4,6 +4,7 @@ from nxdpp.checkpoint.distributed.whole_state import gather_state_dict as gather
 from nxdpp.checkpoint.huggingface.load import load_pretrained as load_pretrained
 from nxdpp.checkpoint.huggingface.mismatch import LoadReport as LoadReport
 from nxdpp.checkpoint.huggingface.save import save_pretrained as save_pretrained
+from nxdpp.context.parallelize import context_parallelize as context_parallelize
 from nxdpp.devices.memory import device_memory as device_memory
 from nxdpp.doors.nxd.checkpoint import finalize_checkpoint as finalize_checkpoint
 from nxdpp.doors.nxd.checkpoint import has_checkpoint as has_checkpoint

@@ -1,0 +1,1 @@
+"""Sequences whose tokens are divided over ranks that have the same parameters."""
