@@ -12,6 +12,7 @@ from pathlib import Path
 from tools.zoo import (
     TASKS,
     compiled,
+    context,
     generation,
     host_waits,
     initial_values,
@@ -42,6 +43,7 @@ SWEEPS: dict[str, Judge] = {
     "mixed-rows": mixed_rows.judge,
     "layer-classes": layer_classes.judge,
     "host-waits": host_waits.judge,
+    "context": context.judge,
 }
 _WRITTEN = ("training", "xla", "compiled", "generation", "shards", "mixed-rows", "layer-classes")
 """Sweeps whose rows are kept in files."""
