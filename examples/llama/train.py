@@ -48,6 +48,7 @@ def read_flags() -> Namespace:
     add("--tensor-parallel-size", type=int, default=1, help="ranks that share each layer")
     add("--experts", type=int, default=0, help="experts of each layer, two for each token: a Mixtral; 0 for none")
     add("--expert-parallel-size", type=int, default=1, help="replicas that share the experts of each layer")
+    add("--context-parallel-size", type=int, default=1, help="ranks that share each sequence")
     add("--sequence-parallel", action="store_true", help="divide the activations between the layers too")
     add("--schedule", help="such as zb-h1, or a CSV file of actions; without it 1f1b, or interleaved")
     add("--virtual-pipeline-size", type=int, default=1, help="stages of each rank; 1 leaves it to the schedule")
@@ -87,10 +88,10 @@ def make_model(flags: Namespace) -> NxDPPModel[Literal[True]]:
     torch.manual_seed(flags.seed)
     # nxdpp: no memory yet; the weights will be as kind(config) draws them.
     whole = nxdpp.deferred_init(kind, config)
-    # nxdpp: each rank keeps its own layers, and of each layer its experts and its part of the rest.
+    # nxdpp: each rank keeps its own layers, of each layer its experts and its part of the rest, and its tokens.
     whole = nxdpp.expert_parallelize(whole) if flags.experts else whole
     model = NxDPPModel(
-        nxdpp.tensor_parallelize(whole, sequence_parallel=flags.sequence_parallel),
+        nxdpp.context_parallelize(nxdpp.tensor_parallelize(whole, sequence_parallel=flags.sequence_parallel)),
         num_microbatches=flags.num_microbatches, schedule=flags.schedule, trace_file_path=flags.trace,
         virtual_pipeline_size=flags.virtual_pipeline_size, use_zero1_optimizer=flags.zero1,
         broadcast_and_average_loss=True, loss_normalization="tokens",
@@ -184,14 +185,13 @@ def train(flags: Namespace) -> None:
 def main() -> None:
     """Start the process groups, and train."""
     flags = read_flags()
-    pipeline = int(os.environ.get("WORLD_SIZE", "1")) // (flags.tensor_parallel_size * flags.expert_parallel_size)
+    sharing = flags.tensor_parallel_size * max(flags.expert_parallel_size, flags.context_parallel_size)
     # nxdpp: the ranks of a pipeline, and those that share each layer; further processes are replicas.
     parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=flags.tensor_parallel_size,
-        pipeline_model_parallel_size=flags.pipeline_parallel_size or pipeline,
-        expert_model_parallel_size=flags.expert_parallel_size,
+        flags.tensor_parallel_size, flags.pipeline_parallel_size or int(os.environ.get("WORLD_SIZE", "1")) // sharing,
+        context_parallel_size=flags.context_parallel_size, expert_model_parallel_size=flags.expert_parallel_size,
         device=flags.device,
-    )
+    )  # fmt: skip
     train(flags)
     parallel_state.destroy_model_parallel()
 
