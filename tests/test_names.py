@@ -23,6 +23,7 @@ ROOT = Path(__file__).parents[1]
 INTERNAL = {
     "agreement",
     "checkpoint",
+    "context",
     "devices",
     "doors",
     "experts",

@@ -9,12 +9,16 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.nn import functional
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from nxdpp.context.cut import cut_sequence
 from nxdpp.ranks import parallel_state
-from nxdpp.tensor.collectives import all_reduce
+from nxdpp.ranks.faults.board import board
+from nxdpp.ranks.faults.waits import Wait
+from nxdpp.ranks.host_wire import from_wire, on_wire
+from nxdpp.tensor.collectives import has_values, outside_of_graph
 from nxdpp.tensor.models.loss import parallel_causal_lm_loss
 from nxdpp.tracing.models.loss_terms import in_place_of
 
@@ -91,7 +95,14 @@ class _Sum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, share: torch.Tensor) -> torch.Tensor:
         """Return the sum over the context group."""
-        return all_reduce(share.clone(), parallel_state.get_context_model_parallel_group())
+        if not has_values(share):
+            return share.clone()
+        group = parallel_state.get_context_model_parallel_group()
+        wire = on_wire(outside_of_graph(share.clone()), group)
+        with Wait("loss of context ranks", group):
+            dist.all_reduce(wire, group=group)
+        board.moved()
+        return outside_of_graph(from_wire(wire, share.device))
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:

@@ -133,6 +133,13 @@ _EXPERTS = {
     "training step of experts over ranks",
     "evaluation of experts over ranks",
 }
+_CONTEXT = {
+    "exchange of heads and tokens",
+    "loss of context ranks",
+    "batches of context ranks",
+    "training step over context ranks",
+    "evaluation over context ranks",
+}
 _REPLICAS = {
     "comparison of optimizers",
     "comparison of random numbers",
@@ -149,22 +156,23 @@ _REPLICAS = {
     "parts of a file",
 }
 _EXCHANGES = {
-    (2, 1, 2, 1): _TENSOR | {"comparison of the tensor-parallel ranks' steps"},
-    (4, 2, 1, 1): (_STEP | _FILES | _REPLICAS | _PIPELINE) - {"tensors of the model for rank 0"},
-    (2, 2, 1, 1): _ONE_REPLICA | {"tensors of the model for rank 0"},
-    (2, 1, 1, 2): _EXPERTS,
-    (8, 2, 2, 1): (_STEP | _FILES | _REPLICAS | _PIPELINE | _TENSOR | {"new process group"})
+    (2, 1, 2, 1, 1): _TENSOR | {"comparison of the tensor-parallel ranks' steps"},
+    (4, 2, 1, 1, 1): (_STEP | _FILES | _REPLICAS | _PIPELINE) - {"tensors of the model for rank 0"},
+    (2, 2, 1, 1, 1): _ONE_REPLICA | {"tensors of the model for rank 0"},
+    (2, 1, 1, 2, 1): _EXPERTS,
+    (2, 1, 1, 1, 2): _CONTEXT,
+    (8, 2, 2, 1, 1): (_STEP | _FILES | _REPLICAS | _PIPELINE | _TENSOR | {"new process group"})
     - {"tensors of the model for rank 0"},
 }
-"""By number of ranks, pipeline, tensor and expert-parallel size: exchanges before which the last rank sleeps."""
+"""By ranks, pipeline, tensor, expert- and context-parallel size: exchanges before which the last rank sleeps."""
 
 
 @pytest.mark.parametrize(
     "layout",
     [pytest.param(each, marks=pytest.mark.sweep if each[0] == 8 else ()) for each in _EXCHANGES],
-    ids=lambda layout: "{}ranks_pp{}_tp{}_ep{}".format(*layout),
+    ids=lambda layout: "{}ranks_pp{}_tp{}_ep{}_cp{}".format(*layout),
 )
-def test_rank_that_sleeps_before_an_exchange_is_named(layout: tuple[int, int, int, int], tmp_path: Path) -> None:
+def test_rank_that_sleeps_before_an_exchange_is_named(layout: tuple[int, ...], tmp_path: Path) -> None:
     ranks, *sizes = layout
     arguments = [*map(str, sizes), str(tmp_path), *sorted(_EXCHANGES[layout])]
     ended = run_program(str(waiting_program.__file__), arguments, ranks, timeout=300.0)

@@ -1,4 +1,4 @@
-"""Work in which the last rank sleeps before exchanges: ``waiting_program.py PP TP EP FOLDER NAME ...``.
+"""Work in which the last rank sleeps before exchanges: ``waiting_program.py PP TP EP CP FOLDER NAME ...``.
 
 The sleeper writes ``sleeps`` with the name of the exchange,
 and sleeps until a rank has judged a roll call. Verdicts end nothing here. Each is written as ``verdict`` with its
@@ -88,10 +88,14 @@ def _asleep(sleeper: bool, folder: Path, names: set[str]) -> Iterator[None]:
 
 def main() -> None:
     """Run the program."""
-    (pipeline, tensor, experts), folder, names = map(int, sys.argv[1:4]), Path(sys.argv[4]), {*sys.argv[5:]}
+    (pipeline, tensor, experts, context), folder, names = map(int, sys.argv[1:5]), Path(sys.argv[5]), {*sys.argv[6:]}
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     parallel_state.initialize_model_parallel(
-        tensor, pipeline, expert_model_parallel_size=experts, hang_timeout=HANG_TIMEOUT
+        tensor,
+        pipeline,
+        expert_model_parallel_size=experts,
+        context_parallel_size=context,
+        hang_timeout=HANG_TIMEOUT,
     )
     _tell_verdicts(folder)
     torch.manual_seed(0)
@@ -104,9 +108,10 @@ def main() -> None:
     )
     if tensor > 1:
         module = nxdpp.tensor_parallelize(module, sequence_parallel=True)
+    module = nxdpp.context_parallelize(module)
     ids = torch.randint(32, (2 * _MICROBATCHES, 8), generator=torch.Generator().manual_seed(0))
     with _asleep(rank == ranks - 1, folder, names):
-        replicas = parallel_state.get_data_parallel_size()
+        replicas = parallel_state.get_replica_size()
         scaler = nxdpp.GradScaler("cpu", init_scale=2.0) if replicas == 1 else None
         model = NxDPPModel(
             module,
