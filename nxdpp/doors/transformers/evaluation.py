@@ -239,11 +239,17 @@ class EvaluatingTrainer(Trainer):
         items = [self._get_num_items_in_batch([batch], self.args.device) if has_loss else None for batch in of_items]
         fed = [self.with_items([batch], number)[0] for batch, number in zip(of_items, items, strict=True)]
         are_given = "num_items_in_batch" in fed[0]
-        prepared = fed if are_given else prepared
+        shares = [self._share(rows, are_given) for rows in last]
+        if are_given:
+            # The items are divided in place of the loss: a loss of routers is no part of their mean.
+            prepared = [
+                {**each, "num_items_in_batch": each["num_items_in_batch"] / (share or 1.0)}
+                for each, share in zip(fed, shares, strict=True)
+            ]
+            shares = [float(share > 0) for share in shares]
         with self.compute_loss_context_manager(), self.accelerator.autocast():
             if loss_only and not has_loss:
                 return [(None, None, None)] * len(prepared)
-            shares = [self._share(rows, are_given) for rows in last]
             if loss_only:
                 means = [loss.mean() for loss in self.pipelined.steps.eval_microbatches(prepared)]
                 return [(mean * share, None, None) for mean, share in zip(means, shares, strict=True)]

@@ -7,6 +7,7 @@ from torch import nn
 from transformers import TrainingArguments
 
 from nxdpp.gradients.followed_optimizers import replace_held
+from nxdpp.initialization.parts import whole_of
 from nxdpp.ranks import parallel_state
 from nxdpp.tensor.embedding import ParallelEmbedding
 from nxdpp.tensor.tensor_attributes import is_tensor_parallel
@@ -42,12 +43,15 @@ def number_of_parameters(model: nn.Module) -> int:
         if isinstance(module, nn.Embedding | ParallelEmbedding)
         for parameter in module.parameters(recurse=False)
     }
-    size = parallel_state.get_tensor_model_parallel_size()
-    return sum(
-        parameter.numel() * (getattr(parameter, "num_partitions", size) if is_tensor_parallel(parameter) else 1)
-        for parameter in model.parameters()
-        if id(parameter) not in embeddings
-    )
+    return sum(_whole_number(parameter) for parameter in model.parameters() if id(parameter) not in embeddings)
+
+
+def _whole_number(parameter: nn.Parameter) -> int:
+    """Return the number of elements of the whole that ``parameter`` is a part of."""
+    if is_tensor_parallel(parameter):
+        ranks = getattr(parameter, "num_partitions", parallel_state.get_tensor_model_parallel_size())
+        return parameter.numel() * int(ranks)
+    return whole_of(parameter).numel()
 
 
 def keep_own_parameters(optimizer: Any, model: nn.Module) -> None:
