@@ -11,7 +11,6 @@ from nxdpp.experts.interface import other_implementation
 from nxdpp.experts.participant import Experts
 from nxdpp.experts.routing import routing_of
 from nxdpp.experts.tokens import LocalExperts, dispatched
-from nxdpp.gradients.expert_parameters import is_of_experts
 from nxdpp.ranks import parallel_state
 from nxdpp.tensor.collectives import has_values
 from nxdpp.tensor.tensor_attributes import KeepsAttributes
@@ -23,9 +22,13 @@ class DividedExperts(KeepsAttributes):
     Its class has a ``forward`` of hidden states ``(N, H)``, the chosen experts ``(N, K)`` and their weights ``(N, K)``,
     in this order or with the last two exchanged, as transformers' experts have. It returns ``(N, H)``: for each token
     the outputs of its experts, weighted and added up.
+
+    Attributes:
+        own_experts: number of this rank's experts.
     """
 
     participant_of_steps = Experts
+    own_experts: int
 
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Return the outputs ``(N, H)`` of tokens of this rank; collective over the expert group.
@@ -39,7 +42,7 @@ class DividedExperts(KeepsAttributes):
         rows = hidden.reshape(-1, hidden.shape[-1])
 
         run = partial(self.run_own, place)
-        count = next(len(each) for each in self.parameters(recurse=False) if is_of_experts(each))
+        count = self.own_experts
         choices, routing = index.reshape(len(rows), index.shape[-1]), routing_of(self)
         weights = weights.reshape(choices.shape)
         if not has_values(hidden):

@@ -16,6 +16,7 @@ from nxdpp.gradients.replaced_parameters import check_no_optimizer_holds, watch_
 from nxdpp.ground.torch_names import PARAMETERS
 from nxdpp.initialization.allocation import with_type_of
 from nxdpp.initialization.parts import PartOf, mark_part
+from nxdpp.pipeline.local.refused_models import refuse_other_wrappers
 from nxdpp.ranks import parallel_state
 from nxdpp.tensor.models.adapters import base_of
 from nxdpp.tensor.models.modules import override
@@ -49,11 +50,13 @@ def expert_parallelize(model: M, plan: Mapping[str, str] | None = None, *, ep_im
     Args:
         model: not wrapped yet. Experts are modules with one parameter for all experts, such as ``gate_up_proj`` and
             ``down_proj`` of shape ``(experts, ...)``, and a ``forward`` of hidden states ``(N, H)``, chosen experts
-            ``(N, K)`` and their weights ``(N, K)``.
+            ``(N, K)`` and their weights ``(N, K)``. A parameter may have several rows for each expert, one expert after
+            the other, if the module's ``num_experts`` has the number of experts.
         plan: ``"grouped_gemm"`` for the name patterns of such parameters, as in
-            ``{"layers.*.moe.experts.weight": "grouped_gemm"}``, in place of the model's own ``ep_plan``. Entries
-            ``"ep_dispatch_experts"``, which transformers has for their modules, may be there too. The name pattern of a
-            type without a plan is not needed where its experts are called ``gate_up_proj`` and ``down_proj``.
+            ``{"layers.*.moe.experts.weight": "grouped_gemm"}``, in place of the model's own ``ep_plan``. Where they are
+            parameters of modules inside, ``"ep_dispatch_experts"`` names the module of that ``forward``. The name
+            pattern of a type without a plan is not needed where its experts are called ``gate_up_proj`` and
+            ``down_proj``.
         ep_implementation: name in transformers' ``EPImplementationInterface`` of the class that brings tokens to
             experts. One other than ours tells no balance, and nothing runs while its tokens are on their way.
 
@@ -62,9 +65,10 @@ def expert_parallelize(model: M, plan: Mapping[str, str] | None = None, *, ep_im
 
     Raises:
         TypeError: for a model that is wrapped already, and a malformed plan.
-        ValueError: for a model in which no experts are found, for names and styles that do not fit, for a number of
-            experts that does not divide, for experts that ``tensor_parallelize`` has divided, and for an implementation
-            that is not registered. Nothing is changed then.
+        ValueError: for a model that transformers or FSDP has divided, or in which no experts are found, for names and
+            styles that do not fit, for a number of experts that does not divide, for experts that
+            ``tensor_parallelize`` has divided, and for an implementation that is not registered. Nothing is changed
+            then.
         RuntimeError: before ``initialize_model_parallel``, and for parameters that an optimizer holds: it would keep
             stepping the whole ones.
 
@@ -75,6 +79,7 @@ def expert_parallelize(model: M, plan: Mapping[str, str] | None = None, *, ep_im
             f"expert_parallelize takes a model before it is wrapped, not a {type(model).__name__}: "
             f"NxDPPModel(expert_parallelize(model), ...)"
         )
+    refuse_other_wrappers(model)
     check_implementation(ep_implementation)
     ranks = parallel_state.get_expert_model_parallel_size()
     if any(map(is_of_experts, model.parameters())):
@@ -107,8 +112,7 @@ def _experts(model: nn.Module, plan: Mapping[str, str] | None) -> dict[str, tupl
         if not found:
             raise ValueError(
                 f"{type(model).__name__} has no plan for experts, and no module with parameters gate_up_proj and "
-                f"down_proj of shape (experts, ...): give plan=, a dict of name patterns, such as "
-                f'{{"layers.*.moe.experts.weight": "{_EXPERTS}"}}'
+                f"down_proj of shape (experts, ...): {_remedy(model)}"
             )
         return found
     if not isinstance(plan, Mapping) or not all(isinstance(each, str) for pair in plan.items() for each in pair):
@@ -122,15 +126,32 @@ def _experts(model: nn.Module, plan: Mapping[str, str] | None) -> dict[str, tupl
     return found
 
 
+def _remedy(model: nn.Module) -> str:
+    """What to do for a ``model`` in which no experts are found."""
+    listed = (
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, nn.ModuleList | nn.ModuleDict) and "expert" in name.rpartition(".")[2]
+    )
+    if (name := next(listed, None)) is not None:
+        return (
+            f"the experts in {name} are modules, which their block calls one by one, each if tokens of this rank chose "
+            f"it. Write them as one module with a parameter (experts, ...) for each weight, and a forward of tokens "
+            f"(N, H), the chosen experts (N, K) and their weights (N, K)"
+        )
+    return f'give plan=, a dict of name patterns, such as {{"layers.*.moe.experts.weight": "{_EXPERTS}"}}'
+
+
 def _planned(model: nn.Module, plan: Mapping[str, str]) -> tuple[dict[str, tuple[nn.Module, list[str]]], list[str]]:
-    _, of_parameters, unmatched = expanded(plan, model)
+    of_modules, of_parameters, unmatched = expanded(plan, model)
+    named = [f"{name}." for name, style in of_modules.items() if style == _MODULE]
     found: dict[str, tuple[nn.Module, list[str]]] = {}
     # A module may have several names.
     first: dict[nn.Module, str] = {}
     for name, style in of_parameters.items():
         if style == _EXPERTS:
-            owner, _, key = name.rpartition(".")
-            module = model.get_submodule(owner)
+            owner = next((each[:-1] for each in named if name.startswith(each)), name.rpartition(".")[0])
+            module, key = model.get_submodule(owner), name.removeprefix(f"{owner}.")
             _, keys = found.setdefault(first.setdefault(module, owner), (module, []))
             if key not in keys:
                 keys.append(key)
@@ -142,11 +163,22 @@ def _shaped(model: nn.Module) -> dict[str, tuple[nn.Module, list[str]]]:
     found = {}
     for name, module in model.named_modules():
         own = PARAMETERS.of(module)
-        shaped = [own[key] for key in _SHAPED if own.get(key) is not None and own[key].dim() == 3]
-        if len(shaped) > 1 and len({len(each) for each in shaped}) == 1:
-            keys = [key for key, each in own.items() if each is not None and len(each) == len(shaped[0])]
-            found[name] = (module, keys)
+        shaped = {key: own[key] for key in _SHAPED if own.get(key) is not None and own[key].dim() == 3}
+        counts = {key: len(each) for key, each in shaped.items()}
+        if len(shaped) > 1:
+            _check_equal(name, counts)
+            count = next(iter(counts.values()))
+            found[name] = (module, [key for key, each in own.items() if each is not None and len(each) == count])
     return found
+
+
+def _check_equal(name: str, counts: Mapping[str, int]) -> None:
+    """Raise ``ValueError`` for parameters of the module ``name`` with different ``counts`` of experts."""
+    if len(set(counts.values())) > 1:
+        raise ValueError(
+            f"the parameters of {name} have different numbers of experts along dimension 0: {dict(counts)}. Name in "
+            f"plan= only those with one row for each expert; experts without weights are not divided"
+        )
 
 
 def _check(name: str, module: nn.Module, keys: list[str], ranks: int) -> None:
@@ -158,18 +190,13 @@ def _check(name: str, module: nn.Module, keys: list[str], ranks: int) -> None:
             f"states (N, H), the chosen experts (N, K) and their weights (N, K). Name another module in plan=; "
             f"experts that are modules in a list have to become one parameter (experts, ...) first"
         )
-    counts = {key: len(PARAMETERS.of(module)[key]) for key in keys}
-    if len(set(counts.values())) > 1:
-        raise ValueError(
-            f"the parameters of {name} have different numbers of experts along dimension 0: {counts}. Name in plan= "
-            f"only those with one row for each expert"
-        )
-    if (count := next(iter(counts.values()))) % ranks:
+    _check_equal(name, {key: len(module.get_parameter(key)) for key in keys})
+    if (count := _count(module, keys)) % ranks:
         raise ValueError(
             f"the {count} experts of {name} do not divide by expert_model_parallel_size={ranks}: give a divisor of "
             f"{count}"
         )
-    if any(is_tensor_parallel(PARAMETERS.of(module)[key]) for key in keys):
+    if any(is_tensor_parallel(module.get_parameter(key)) for key in keys):
         raise ValueError(
             f"{name} has tensor-parallel parameters already, and experts over ranks are whole experts: call "
             f"tensor_parallelize(expert_parallelize(model))"
@@ -178,16 +205,26 @@ def _check(name: str, module: nn.Module, keys: list[str], ranks: int) -> None:
 
 def _divide(module: nn.Module, keys: list[str], ranks: int, parts: dict[nn.Parameter, nn.Parameter]) -> None:
     """Keep this rank's experts in ``module``; ``parts`` has the part of each parameter, which modules may share."""
-    own = PARAMETERS.of(module)
-    count = len(own[keys[0]])
+    count = _count(module, keys)
     for key in keys:
-        if own[key] not in parts:
-            parts[own[key]] = _part(own[key], ranks)
-        own[key] = parts[own[key]]
-    for attribute in _COUNTS:
-        if vars(module).get(attribute) == count:
-            setattr(module, attribute, count // ranks)
+        owner, _, own_key = key.rpartition(".")
+        own = PARAMETERS.of(module.get_submodule(owner))
+        if own[own_key] not in parts:
+            parts[own[own_key]] = _part(own[own_key], ranks)
+        own[own_key] = parts[own[own_key]]
+    for each in module.modules():
+        for attribute in _COUNTS:
+            if vars(each).get(attribute) == count:
+                setattr(each, attribute, count // ranks)
+    module.own_experts = count // ranks
     override(module, DividedExperts)
+
+
+def _count(module: nn.Module, keys: list[str]) -> int:
+    """Number of experts of ``module``: what it says itself, if that divides the rows of its parameters."""
+    rows = len(module.get_parameter(keys[0]))
+    told = [vars(module).get(attribute) for attribute in _COUNTS]
+    return next((each for each in told if isinstance(each, int) and each > 0 and rows % each == 0), rows)
 
 
 def _part(parameter: nn.Parameter, ranks: int) -> nn.Parameter:

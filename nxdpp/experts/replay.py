@@ -18,7 +18,6 @@ from torch import nn
 
 from nxdpp.experts.participant import Experts
 from nxdpp.experts.routing import Routing, StepRouting, with_given
-from nxdpp.gradients.expert_parameters import is_of_experts
 from nxdpp.pipeline.activation_checkpoint import forward_within
 from nxdpp.pipeline.model import NxDPPModel
 from nxdpp.ranks import parallel_state
@@ -101,8 +100,8 @@ def _routing_of(model: Any, name: str) -> StepRouting:
 
 
 def _count(layer: nn.Module) -> int:
-    own = next(len(each) for each in layer.parameters(recurse=False) if is_of_experts(each))
-    return own * parallel_state.get_expert_model_parallel_size()
+    own: Any = layer.own_experts
+    return int(own) * parallel_state.get_expert_model_parallel_size()
 
 
 def _check(name: str, given: Sequence[Any], count: int) -> None:

@@ -103,15 +103,15 @@ def _computed(run: LocalExperts, rows: torch.Tensor, local: torch.Tensor) -> tor
     """Return the outputs of ``rows``, which belong to the experts ``local``, ``(rows,)``."""
     if len(rows):
         outputs = run(rows, local.unsqueeze(-1), torch.ones_like(local, dtype=rows.dtype).unsqueeze(-1))
-        if outputs.shape != rows.shape:
+        if outputs.numel() != rows.numel() or len(outputs) != len(rows):
             raise ValueError(
                 f"experts returned {list(outputs.shape)} for {list(rows.shape)}: experts over ranks return a row for "
                 f"each token, whatever other tokens there are"
             )
-        return outputs
+        return outputs.view_as(rows)
     # No token came. The graph is that of one row, so the backward makes the messages that the other ranks wait for.
     one = rows.sum(dim=0, keepdim=True)
-    return run(one, local.new_zeros(1, 1), one.new_ones(1, 1))[:0]
+    return run(one, local.new_zeros(1, 1), one.new_ones(1, 1)).view_as(one)[:0]
 
 
 def _check_calls(calls: Sequence[int], own: int, text_of: Callable[[int], str], own_rank: int) -> None:

@@ -3,11 +3,15 @@
 import copy
 import gc
 import weakref
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+from transformers import AutoModelForCausalLM
+from transformers.distributed.configuration_utils import DistributedConfig
 from transformers.distributed.expert_parallel import AllToAllEP, EPImplementationInterface, apply_expert_parallelism
 
 from nxdpp import NxDPPModel, expert_parallelize, parallel_state
@@ -77,6 +81,23 @@ def _without_pipeline(rank: int) -> dict[str, float]:
 
 def test_ours_is_registered() -> None:
     assert run_ranks(2, _without_pipeline) == [{}] * 2
+
+
+def _divided_by_transformers(rank: int, folder: Path) -> None:
+    parallel_state.initialize_model_parallel(expert_model_parallel_size=2, backend="gloo")
+    config = DistributedConfig(fsdp_size=2, ep_size=2)
+    model = AutoModelForCausalLM.from_pretrained(folder, distributed_config=config)
+    before = dict(model.named_parameters())
+    message = r"divided by transformers.* ep_size=2\. Load it without.*expert_model_parallel_size=2\)"
+    for divide in (expert_parallelize, partial(NxDPPModel, num_microbatches=2)):
+        with pytest.raises(ValueError, match=message):
+            divide(model)
+    assert all(before[name] is each for name, each in model.named_parameters())
+
+
+def test_a_model_that_transformers_has_divided_is_refused(tmp_path: Path) -> None:
+    make("mixtral", 1).save_pretrained(tmp_path)
+    run_ranks(2, _divided_by_transformers, tmp_path)
 
 
 @pytest.mark.usefixtures("one_rank")

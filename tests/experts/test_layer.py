@@ -35,6 +35,33 @@ class Experts(nn.Module):
         return total
 
 
+class _Matrices(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.matrix = nn.Parameter(torch.randn(4 * WIDTH, WIDTH))
+
+
+class ExpertsInside(nn.Module):
+    """Four experts, the rows of one after those of the other, in a parameter of a module inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_experts, self.inside = 4, _Matrices()
+
+    def forward(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+        matrices = self.inside.matrix.view(self.num_experts, WIDTH, WIDTH)
+        products = torch.einsum("nh,nkhj->nkj", x, matrices[chosen])
+        return torch.einsum("nkj,nk->nj", products.tanh(), weights).unsqueeze(1)
+
+
+class ListedExperts(nn.Module):
+    """Four experts, which are modules in a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+
 class Layer(nn.Module):
     """Two of four experts for each token; ``towards`` 3 sends all tokens to the last two experts."""
 
@@ -47,7 +74,7 @@ class Layer(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         weights, chosen = self.router(x).softmax(-1).topk(2)
-        mixed: Tensor = x + self.experts(x, weights=weights, chosen=chosen)
+        mixed: Tensor = x + self.experts(x, weights=weights, chosen=chosen).view_as(x)
         return mixed
 
 
@@ -65,6 +92,7 @@ class Model(nn.Module):
 
 
 PLAN = {"layers.*.experts.matrix": "grouped_gemm", "layers.*.experts.offset": "grouped_gemm"}
+INSIDE = {"layers.*.experts": "ep_dispatch_experts", "layers.*.experts.inside.matrix": "grouped_gemm"}
 
 
 def _made(towards: float) -> Model:
@@ -89,16 +117,20 @@ def _differences(
     accumulated: bool = False,
     reduction: str = "mean",
     shared: bool = False,
+    inside: bool = False,
 ) -> dict[str, float]:
     """Differences above rounding of gradients, in two steps that add up where these are means."""
     model = _made(towards)
+    if inside:
+        for layer in model.layers:
+            layer.experts = ExpertsInside().double()
     if shared:
         model.first = model.layers[0]
         _experts(model, 2).matrix = _experts(model, 0).matrix
     model.layers[0].router.requires_grad_(not frozen)
     whole = copy.deepcopy(model)
     wrapped = NxDPPModel(
-        expert_parallelize(model, PLAN),
+        expert_parallelize(model, INSIDE if inside else PLAN),
         transformer_layer_cls=Layer,
         num_microbatches=MICROBATCHES,
         schedule=schedule,
@@ -133,6 +165,8 @@ def _train(rank: int, pipeline: int) -> dict[Any, dict[str, float]]:
         (30.0, "zb-h1", False),
         (0.0, "1f1b", False, True),
         (0.0, "1f1b", False, False, "sum"),
+        (0.0, "1f1b", False, False, "mean", False, True),
+        (30.0, "1f1b", False, False, "mean", False, True),
     ]
     return {case: found for case in cases if (found := _differences(*case))}
 
@@ -161,6 +195,8 @@ def _refusals(rank: int) -> list[str]:
     divided = expert_parallelize(_made(0.0), PLAN)
     single = _made(0.0)
     _experts(single, 1).matrix = nn.Parameter(torch.zeros(3, WIDTH, WIDTH, dtype=torch.float64))
+    uneven = make("mixtral", 1)
+    uneven.model.layers[0].mlp.experts.gate_up_proj = nn.Parameter(torch.zeros(6, 48, 16))
     wrapped = NxDPPModel(expert_parallelize(_made(0.0), PLAN), transformer_layer_cls=Layer)
     trained = list(wrapped.local_parameters())
     profiled: dict[str, Any] = {"partition": "profiled", "partition_batch": {"x": _inputs(0)}}
@@ -171,6 +207,10 @@ def _refusals(rank: int) -> list[str]:
         _message(lambda: expert_parallelize(divided, PLAN)),
         _message(lambda: expert_parallelize(wrapped, PLAN)),
         _message(lambda: expert_parallelize(nn.Linear(2, 2))),
+        _message(lambda: expert_parallelize(ListedExperts())),
+        _message(lambda: expert_parallelize(ListedExperts(), {"experts.*.weight": "grouped_gemm"})),
+        _message(lambda: expert_parallelize(nn.DataParallel(_made(0.0)), PLAN)),
+        _message(lambda: expert_parallelize(uneven)),
         _message(lambda: expert_parallelize(_made(0.0), {"layers.*.expert": "grouped_gemm"})),
         _message(lambda: expert_parallelize(_made(0.0), {"layers.*.experts.matrix": "colwise"})),
         _message(lambda: expert_parallelize(_made(0.0), {"layers.*.router.weight": "grouped_gemm"})),
@@ -196,6 +236,10 @@ REFUSED = [
     "the experts of the model are divided already",
     "takes a model before it is wrapped, not a NxDPPModel",
     "Linear has no plan for experts",
+    "the experts in experts are modules, which their block calls one by one",
+    "experts that are modules in a list have to become one parameter (experts, ...) first",
+    "the model, a DataParallel, runs its module as a whole",
+    "have different numbers of experts along dimension 0: {'gate_up_proj': 6, 'down_proj': 4}",
     "the plan names layers.*.expert, which Model does not have",
     "unknown styles in the plan: colwise",
     "layers.0.router, a Linear, takes input: experts over ranks take hidden states",

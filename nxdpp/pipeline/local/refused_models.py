@@ -21,7 +21,10 @@ _AVERAGED = "run_train averages the gradients of data-parallel replicas itself"
 
 
 def refuse_other_wrappers(module: nn.Module) -> None:
-    """Raise ``ValueError`` for a model in, or with modules in, a wrapper of data parallelism or another pipeline."""
+    """Raise ``ValueError`` for a model in, or with modules in, a wrapper of data parallelism or another pipeline.
+
+    Also for one that transformers has divided.
+    """
     for name, child in listings.named_modules(module):
         place = f"{name}, a {type(child).__name__}," if name else f"the model, a {type(child).__name__},"
         if isinstance(child, LocalView | LocalModule):
@@ -34,6 +37,14 @@ def refuse_other_wrappers(module: nn.Module) -> None:
             raise ValueError(
                 f"{place} runs its module as a whole on each rank, and a pipeline cuts it. Take it off: {whole}. "
                 f"{_AVERAGED}: ranks beyond pipeline_model_parallel_size are replicas."
+            )
+        if getattr(child, "is_distributed_loading_by_transformers", False):
+            given = child.config.distributed_config
+            raise ValueError(
+                f"{place} is divided by transformers: from_pretrained got a distributed_config with tp_size="
+                f"{given.tp_size}, fsdp_size={given.fsdp_size}, ep_size={given.ep_size}. Load it without, and call "
+                f"initialize_model_parallel(pipeline_model_parallel_size=..., expert_model_parallel_size="
+                f"{given.ep_size}); nxdpp's tensor_parallelize, expert_parallelize and fully_shard divide it."
             )
         if _is_fully_sharded(child):
             raise ValueError(
