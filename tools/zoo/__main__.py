@@ -13,6 +13,7 @@ from tools.zoo import (
     TASKS,
     compiled,
     context,
+    experts,
     generation,
     host_waits,
     initial_values,
@@ -40,12 +41,13 @@ SWEEPS: dict[str, Judge] = {
     "compiled": compiled.judge,
     "generation": generation.judge,
     "shards": shards.judge,
+    "experts": experts.judge,
     "mixed-rows": mixed_rows.judge,
     "layer-classes": layer_classes.judge,
     "host-waits": host_waits.judge,
     "context": context.judge,
 }
-_WRITTEN = ("training", "xla", "compiled", "generation", "shards", "mixed-rows", "layer-classes")
+_WRITTEN = ("training", "xla", "compiled", "generation", "shards", "experts", "mixed-rows", "layer-classes")
 """Sweeps whose rows are kept in files."""
 
 _TIME_LIMITS = {"compiled": compiled.TIME_LIMIT, "layer-classes": layer_classes.TIME_LIMIT}
@@ -94,6 +96,8 @@ def _by_default(sweep: str) -> list[str]:
         return ["image-text-to-text"]
     if sweep == "layer-classes":
         return list(layer_classes.TYPES)
+    if sweep == "experts":
+        return list(experts.MIXTURES)
     if sweep in ("xla", "compiled", "shards"):
         return ["causal-lm"]
     if sweep != "training":
@@ -107,6 +111,8 @@ def _swept(arguments: argparse.Namespace, name: str) -> dict[str, Verdict]:
     known = types(name) if is_task else list(cases(name))
     if arguments.sweep == "layer-classes" and arguments.type is None:
         known = list(layer_classes.TYPES.get(name, known))
+    if arguments.sweep == "experts":
+        known = experts.mixtures(name)
     chosen = [one for one in known if arguments.type in (None, one)]
     journal = Journal(arguments.journal) if arguments.journal else None
     limit = _TIME_LIMITS.get(arguments.sweep, TIME_LIMIT)

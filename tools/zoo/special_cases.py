@@ -68,6 +68,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "gemma4_unified_text": _GEMMA4,
     "gpt_neo": {"attention_types": [[["global", "local"], 2]], "num_layers": 4},
     "granitemoehybrid": {"num_hidden_layers": 4, "layer_types": ["linear_attention", "full_attention"] * 2},
+    "hunyuan_v1_moe": {"num_experts": EXPERTS, "moe_topk": 2},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "lfm2_moe": {"num_hidden_layers": 4, "layer_types": ["conv", "full_attention"] * 2},
     "longcat_flash": {"head_dim": HEAD_DIM // 2},
