@@ -10,13 +10,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
-from nxdpp import NxDPPModel, expert_parallelize, parallel_state
-from nxdpp.initialization.parts import own_part
-from tests.support.expert_models import VOCABULARY, make
+from nxdpp import NxDPPModel, expert_parallelize, parallel_state, recorded_routing
+from tests.experts.test_steps import _apart, _gradients
+from tests.support.expert_models import VOCABULARY, batch_of, make, step_of_one_process
 from tests.support.run_ranks import run_ranks
 
 MICROBATCHES = 2
-LIMIT = 1e-12
 EXPERTS, CHOICES = 4, 2
 
 
@@ -69,14 +68,49 @@ def _differences(rank: int, pipeline: int, expert: int) -> Mapping[str, float]:
     )
     own = ids.chunk(replicas)[replica]
     found = {"loss": float(wrapped.run_train(input_ids=own, labels=own) - expected)}
-    for name, parameter in wrapped.local_named_parameters():
-        theirs, ours = whole.get_parameter(name).grad, parameter.grad
-        assert theirs is not None, name
-        assert ours is not None, name
-        found[name] = float((ours - own_part(theirs, parameter)).abs().max())
-    return {name: value for name, value in found.items() if not abs(value) <= LIMIT}
+    return _apart(found | _gradients(wrapped, whole))
 
 
 @pytest.mark.parametrize("expert", [1, 2])
 def test_losses_of_routers_over_all_tokens_of_a_step_are_exact(expert: int) -> None:
     assert run_ranks(4, _differences, 2, expert) == [{}] * 4
+
+
+def _move(block: Any, tokens: Tensor) -> None:
+    """Move the bias of the router of ``block`` away from experts that got many ``tokens`` ``(experts,)``."""
+    block.gate.e_score_correction_bias += 0.1 * (tokens.double().mean() - tokens).sign()
+
+
+def _count(chosen: list[Tensor]) -> Tensor:
+    return torch.bincount(torch.cat([each.flatten() for each in chosen]), minlength=EXPERTS)
+
+
+def _without_losses(rank: int) -> Mapping[str, float]:
+    """Differences of the gradients of two steps, between which biases move that take the place of losses."""
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2, expert_model_parallel_size=2)
+    batches = [batch_of(each, 2 * MICROBATCHES) for each in range(2)]
+    own = batches[parallel_state.get_data_parallel_rank()]
+    wrapped = NxDPPModel(expert_parallelize(make("deepseek_v3", 4)), num_microbatches=MICROBATCHES)
+    with recorded_routing(wrapped) as routing:
+        wrapped.run_train(**own)
+    for name, chosen in routing[0].items():
+        tokens = _count([*chosen.values()])
+        dist.all_reduce(tokens, group=parallel_state.get_data_parallel_group())
+        _move(wrapped.local_module.get_submodule(name.rpartition(".")[0]), tokens)
+    wrapped.run_train(**own)
+
+    whole = make("deepseek_v3", 4)
+    blocks = [layer.mlp for layer in whole.model.layers if hasattr(layer.mlp, "experts")]
+    seen: dict[nn.Module, list[Tensor]] = {block: [] for block in blocks}
+    for block in blocks:
+        block.experts.register_forward_pre_hook(lambda _, given, block=block: seen[block].append(given[1]))
+    step_of_one_process(whole, batches, MICROBATCHES)
+    for block in blocks:
+        _move(block, _count(seen[block]))
+    step_of_one_process(whole, batches, MICROBATCHES)
+    assert {name.rpartition(".")[0] for name in routing[0]} <= {f"model.layers.{number}.mlp" for number in (1, 2, 3)}
+    return _apart(_gradients(wrapped, whole))
+
+
+def test_biases_in_place_of_losses_move_as_in_one_process() -> None:
+    assert run_ranks(4, _without_losses) == [{}] * 4

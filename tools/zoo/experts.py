@@ -30,8 +30,13 @@ from tools.zoo.sweep import Verdict
 
 # Pipeline stages and ranks of an expert group; all ranks of a stage are one expert group.
 LAYOUTS = ((1, 2), (1, 4), (2, 2))
-# Tasks of which mixtures are known.
-MIXTURES = ("causal-lm", "seq2seq-lm", "image-text-to-text", "token-classification")
+# Tasks with all their mixtures, or with those whose experts no earlier task has.
+MIXTURES: dict[str, tuple[str, ...]] = {
+    "causal-lm": (),
+    "seq2seq-lm": (),
+    "image-text-to-text": (),
+    "token-classification": ("openai_privacy_filter",),
+}
 # Plans of types that bring none.
 _OF_DBRX = "transformer.blocks.*.ffn.experts"
 PLANS = {
@@ -46,8 +51,8 @@ FLOOR = 1e-6
 
 
 def mixtures(task: str) -> list[str]:
-    """The types of ``task`` with experts that can be divided, or that bear the name and cannot."""
-    return [name for name in types(task) if _is_mixture(task, name)]
+    """The types of ``task`` with modules of experts, whether these can be divided or not."""
+    return list(MIXTURES.get(task, ())) or [name for name in types(task) if _is_mixture(task, name)]
 
 
 def _is_mixture(task: str, model_type: str) -> bool:

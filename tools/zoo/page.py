@@ -75,9 +75,10 @@ def page(sweeps: Mapping[str, Results]) -> str:
     lines += _in_one_line("Two sharded replicas of two stages (`python -m tools.zoo shards`", sweeps["shards"])
     mixed = sweeps["mixed-rows"]
     lines += _in_one_line("Images in all but the first rows (`python -m tools.zoo mixed-rows`", mixed)
-    lines += _names(
-        "Refused", [name for types in mixed.verdicts.values() for name in types if _is_refused(types[name])]
-    )
+    lines += _refused_names(mixed)
+    experts = sweeps["experts"]
+    lines += _in_one_line("Experts over 2 and 4 ranks, and over 2 of two stages (`python -m tools.zoo experts`", experts)
+    lines += _refused_names(experts)
     lines += _classes(sweeps["layer-classes"])
     lines += ["", "## Refused or failing", "", *_refused(found), *_generated(sweeps["generation"])]
     text = _INTRODUCTION.format(source=_source(training)) + "\n".join(lines) + "\n"
@@ -117,6 +118,11 @@ def _in_one_line(words: str, results: Results) -> list[str]:
         rates.append(f"{task} {100 * _right(types.values()) / counted:.1f} % of {counted}")
     told = f"{words}, {results.source.partition(',')[0]}), right: {', '.join(rates)}."
     return ["", *_filled(told)] if rates else []
+
+
+def _refused_names(results: Results) -> list[str]:
+    every = [name for types in results.verdicts.values() for name in types if _is_refused(types[name])]
+    return _names("Refused", list(dict.fromkeys(every)))
 
 
 def _classes(results: Results) -> list[str]:
