@@ -50,7 +50,11 @@ SWEEPS: dict[str, Judge] = {
 _WRITTEN = ("training", "xla", "compiled", "generation", "shards", "experts", "mixed-rows", "layer-classes")
 """Sweeps whose rows are kept in files."""
 
-_TIME_LIMITS = {"compiled": compiled.TIME_LIMIT, "layer-classes": layer_classes.TIME_LIMIT}
+_TIME_LIMITS = {
+    "compiled": compiled.TIME_LIMIT,
+    "layer-classes": layer_classes.TIME_LIMIT,
+    "experts": experts.TIME_LIMIT,
+}
 
 _PAGE = Path(__file__).parents[2] / "docs/zoo.md"
 

@@ -45,6 +45,9 @@ PLANS = {
     "jetmoe": {f"model.layers.*.mlp.{name}_linear.weight": "grouped_gemm" for name in ("input", "output")},
 }
 EQUAL = 1e-12
+# Seconds for the ranks of a layout, and for a type.
+RANKS_LIMIT = 300.0
+TIME_LIMIT = len(LAYOUTS) * RANKS_LIMIT
 ORDER = ("exact", "to rounding", "refused", "failing", "WRONG")
 # A gradient of zero but for rounding, such as a key bias's, has no scale of its own.
 FLOOR = 1e-6
@@ -69,7 +72,7 @@ def judge(task: str, model_type: str) -> Verdict:
     build(task, model_type, "meta")
     told, result = [], "exact"
     for stages, ranks in LAYOUTS:
-        found = forked_ranks(stages * ranks, partial(rank_verdict, task, model_type, stages, ranks))
+        found = forked_ranks(stages * ranks, partial(rank_verdict, task, model_type, stages, ranks), RANKS_LIMIT)
         layout = f"e={ranks}" if stages == 1 else f"{stages} stages, e={ranks}"
         if errors := [each for each in found if isinstance(each, Exception)]:
             # The other ranks lose their connection.

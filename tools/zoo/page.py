@@ -77,7 +77,9 @@ def page(sweeps: Mapping[str, Results]) -> str:
     lines += _in_one_line("Images in all but the first rows (`python -m tools.zoo mixed-rows`", mixed)
     lines += _refused_names(mixed)
     experts = sweeps["experts"]
-    lines += _in_one_line("Experts over 2 and 4 ranks, and over 2 of two stages (`python -m tools.zoo experts`", experts)
+    lines += _in_one_line(
+        "Experts over 2 and 4 ranks, and over 2 of two stages (`python -m tools.zoo experts`", experts
+    )
     lines += _refused_names(experts)
     lines += _classes(sweeps["layer-classes"])
     lines += ["", "## Refused or failing", "", *_refused(found), *_generated(sweeps["generation"])]

@@ -110,6 +110,8 @@ class EvaluatingTrainer(Trainer):
     ) -> dict[str, float]:
         """Evaluate as ``Trainer``, or with ``predict_with_generate`` as ``Seq2SeqTrainer``.
 
+        A loss of routers is one of each replica's rows, of which the mean over rows is taken.
+
         ``generation`` are arguments of ``generate``. Raises ``ValueError`` for them without ``predict_with_generate``.
         """
         with self._generating(generation):
