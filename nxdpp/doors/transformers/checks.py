@@ -3,11 +3,14 @@
 from collections.abc import Mapping
 from typing import Any
 
+from torch import nn
 from transformers import Trainer, TrainingArguments
 from transformers.trainer_optimizer import is_optimizer_factory
 
+from nxdpp.gradients.expert_parameters import is_of_experts
 from nxdpp.pipeline.microbatches.token_budget import check_budget
 from nxdpp.pipeline.model import NxDPPModel
+from nxdpp.ranks import parallel_state
 
 # Arguments of NxDPPModel that would change nothing here, or change the loss in a way that Trainer does not, by reason.
 _REFUSED = {
@@ -111,4 +114,14 @@ def check_split(splits: bool, model: Any, is_divided: bool) -> None:
         raise ValueError(
             f"num_microbatches or most_tokens splits batches, and {name} with output_router_logits=True adds a loss "
             f"that is a mean over a batch. {_NO_SPLIT}"
+        )
+
+
+def check_experts(model: nn.Module) -> None:
+    """Raise ``ValueError`` for a ``model`` without divided experts in a job whose ranks share experts."""
+    ranks = parallel_state.get_expert_model_parallel_size()
+    if ranks > 1 and not any(map(is_of_experts, model.parameters())):
+        raise ValueError(
+            f"initialize_model_parallel was called with expert_model_parallel_size={ranks}, and {type(model).__name__} "
+            f"has no divided experts: give PipelineTrainer nxdpp.expert_parallelize(model), or leave the size out."
         )

@@ -332,6 +332,7 @@ class PipelineTrainer(SavingTrainer, EvaluatingTrainer, ControlledTrainer):
         super()._validate_args()
         checks.check_split(self._splits, self.model, self.model_accepts_loss_kwargs)
         model = cast(nn.Module, self.model)
+        checks.check_experts(model)
         check_layers(self.args, model, self._pipeline_arguments.get("transformer_layer_cls"))
         self._cut()
 

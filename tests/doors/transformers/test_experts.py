@@ -47,6 +47,10 @@ def train(rank: int, folder: Path, pipeline: int, with_routers: bool, fsdp: bool
     """Train, and train again from a checkpoint on; return the logs of both."""
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=pipeline, expert_model_parallel_size=REPLICAS)
     own = training(with_routers, fsdp=fsdp, save_strategy="steps", save_steps=2)
+    with pytest.raises(
+        ValueError, match=r"expert_model_parallel_size=2, and MixtralForCausalLM has no divided experts"
+    ):
+        own.trainer(PipelineTrainer, folder / "undivided")
     own = replace(own, model=partial(mixture, with_routers, divided=True))
     logs = []
     for name in ("first", "again"):
