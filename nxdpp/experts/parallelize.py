@@ -216,7 +216,7 @@ def _divide(module: nn.Module, keys: list[str], ranks: int, parts: dict[nn.Param
         for attribute in _COUNTS:
             if vars(each).get(attribute) == count:
                 setattr(each, attribute, count // ranks)
-    module.own_experts = count // ranks
+    vars(module)["own_experts"] = count // ranks
     override(module, DividedExperts)
 
 

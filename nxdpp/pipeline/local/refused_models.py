@@ -39,7 +39,7 @@ def refuse_other_wrappers(module: nn.Module) -> None:
                 f"{_AVERAGED}: ranks beyond pipeline_model_parallel_size are replicas."
             )
         if getattr(child, "is_distributed_loading_by_transformers", False):
-            given = child.config.distributed_config
+            given: Any = getattr(child.config, "distributed_config", None)
             raise ValueError(
                 f"{place} is divided by transformers: from_pretrained got a distributed_config with tp_size="
                 f"{given.tp_size}, fsdp_size={given.fsdp_size}, ep_size={given.ep_size}. Load it without, and call "

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, Trainer
+from transformers import AutoModelForCausalLM, MixtralForCausalLM, Trainer
 
 from nxdpp import expert_parallelize, parallel_state
 from nxdpp.gradients.expert_parameters import is_of_experts
@@ -32,7 +32,7 @@ class LabelledRows(Rows):
 
 def mixture(with_routers: bool, divided: bool = False) -> nn.Module:
     """A mixture, ``with_routers`` whose auxiliary loss is in its loss, and whose experts may be ``divided``."""
-    model = make("mixtral", layers=LAYERS)
+    model: MixtralForCausalLM = make("mixtral", layers=LAYERS)
     model.config.output_router_logits = with_routers
     model.router_aux_loss_coef = AUXILIARY
     return expert_parallelize(model) if divided else model
