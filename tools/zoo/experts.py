@@ -91,7 +91,7 @@ def rank_verdict(task: str, model_type: str, stages: int, ranks: int, rank: int)
     """Verdict of one of the ranks, in a process of its own."""
     torch.set_num_threads(1)
     parallel_state.initialize_model_parallel(
-        pipeline_model_parallel_size=stages, expert_model_parallel_size=ranks, hang_timeout=60
+        pipeline_model_parallel_size=stages, expert_model_parallel_size=ranks, hang_timeout=RANKS_LIMIT
     )
     given: dict[str, Any] = dict(ARGUMENTS.get(model_type, {}))
     whole, bare = (_whole(task, model_type) for _ in range(2))
