@@ -96,7 +96,7 @@ def rank_verdict(task: str, model_type: str, stages: int, ranks: int, rank: int)
     given: dict[str, Any] = dict(ARGUMENTS.get(model_type, {}))
     whole, bare = (_whole(task, model_type) for _ in range(2))
     batches = [inputs(task, whole, PADDED, seed=replica) for replica in range(ranks)]
-    batches = [{name: batch[name] for name in given.get("input_names", batch)} for batch in batches]
+    batches = [{name: _wide(batch[name]) for name in given.get("input_names", batch)} for batch in batches]
     try:
         with Float64():
             model = NxDPPModel(
@@ -124,6 +124,10 @@ def _verdict(ours: Numbers, expected: Numbers) -> Verdict:
     if not found:
         return Verdict("exact")
     return Verdict("to rounding" if found < EQUAL else "WRONG", f"{found:.1e} at {where}")
+
+
+def _wide(value: torch.Tensor) -> torch.Tensor:
+    return value.double() if value.is_floating_point() else value
 
 
 def _whole(task: str, model_type: str) -> Any:
