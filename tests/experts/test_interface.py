@@ -55,13 +55,13 @@ def test_another_implementation_takes_our_place() -> None:
 
 def _without_pipeline(rank: int) -> dict[str, float]:
     """Differences of gradients of a model that transformers divides, whose tokens ours brings."""
-    parallel_state.initialize_model_parallel(backend="gloo")
+    parallel_state.initialize_model_parallel()
     model = make("mixtral", 2)
     whole = copy.deepcopy(model)
     group = dist.group.WORLD
     assert group is not None
     alone = dist.new_group([rank], use_local_synchronization=True)
-    experts, tokens = (DeviceMesh.from_group(each, "cpu") for each in (group, alone))
+    experts, tokens = (DeviceMesh.from_group(each, parallel_state.local_device().type) for each in (group, alone))
     modules = [f"model.layers.{layer}.mlp.experts" for layer in range(2)]
     parameters = [f"{name}.{each}" for name in modules for each in ("gate_up_proj", "down_proj")]
     plan = dict.fromkeys(parameters, "grouped_gemm") | dict.fromkeys(modules, "ep_dispatch_experts")

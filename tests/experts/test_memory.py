@@ -28,14 +28,15 @@ def _made(how: str, layers: int, **sizes: Any) -> NxDPPModel:
 
 
 def _memory(rank: int, how: str, experts: int) -> tuple[int, int, int]:
-    """Return bytes: of this rank's parameters, of its experts, and by which its memory grew at most."""
+    """Return bytes: of this rank's parameters, of its experts, and by which its device's memory grew at most."""
     parallel_state.initialize_model_parallel(expert_model_parallel_size=experts)
     _made(how, 2)
-    reset_peak()
-    before = resident_bytes()
+    on_cpu = parallel_state.local_device().type == "cpu"
+    (reset_peak if on_cpu else torch.accelerator.reset_peak_memory_stats)()
+    before = resident_bytes() if on_cpu else torch.accelerator.memory_allocated()
     wrapped = _made(how, LAYERS, **SIZES)
     parameters = list(wrapped.local_parameters())
-    most = peak_bytes() - before
+    most = (peak_bytes() if on_cpu else torch.accelerator.max_memory_allocated()) - before
     return sum(p.nbytes for p in parameters), sum(p.nbytes for p in parameters if is_of_experts(p)), most
 
 
