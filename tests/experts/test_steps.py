@@ -277,7 +277,8 @@ def _scaled(half: bool, zero1: bool) -> list[Any]:
     if half:
         model.float()
     whole = copy.deepcopy(model)
-    scaler, reference = GradScaler(init_scale=2.0**10), torch.amp.GradScaler("cpu", 2.0**10)
+    device = parallel_state.local_device().type
+    scaler, reference = GradScaler(init_scale=2.0**10), torch.amp.GradScaler(device, 2.0**10)
     wrapped = NxDPPModel(
         expert_parallelize(model, {**PLAN, "layers.*.experts.factor": "grouped_gemm"}),
         transformer_layer_cls=Layer,
@@ -310,7 +311,7 @@ def _scaled(half: bool, zero1: bool) -> list[Any]:
             torch.randn(4, WIDTH, dtype=dtype, generator=torch.Generator().manual_seed(10 * step + each))
             for each in range(replicas)
         ]
-        with torch.autocast("cpu", torch.float16, enabled=half):
+        with torch.autocast(device, torch.float16, enabled=half):
             wrapped.run_train(x=inputs[replica])
             losses = [whole(part) / MICROBATCHES / replicas for each in inputs for part in each.chunk(MICROBATCHES)]
         for loss in losses:
