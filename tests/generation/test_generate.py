@@ -56,6 +56,7 @@ CASES: dict[str, Mapping[str, Any]] = {
     "chunks": {"max_new_tokens": 4, "prefill_chunk_size": 3},
     "scores": {"max_new_tokens": 4, "return_dict_in_generate": True, "output_scores": True},
 }
+KINDS = ("llama", "adapted gpt2", "t5")
 _FEW = ("several samples", "padded", "scores")
 
 
@@ -102,6 +103,17 @@ def on_four_ranks(rank: int) -> dict[str, Any]:
     found["replica"] = replica()
     found["shards"] = [train_sharded(generates) for generates in (False, True)]
     return found
+
+
+def on_one_rank(rank: int) -> dict[str, Any]:
+    """Results of whole models. A device draws other samples than the process of the tests."""
+    return {"chat": of_one_chat_model(), **{kind: expected(kind) for kind in KINDS}}
+
+
+@pytest.fixture(scope="module")
+def one_process() -> dict[str, Any]:
+    (found,) = run_ranks(1, on_one_rank)
+    return found  # type: ignore[no-any-return]
 
 
 @pytest.fixture(scope="module")
@@ -195,21 +207,25 @@ def of_a_chat_model(rank: int) -> dict[str, Any]:
     return found
 
 
-def test_settings_of_the_model_count_with_a_given_configuration(two_ranks: list[dict[str, Any]]) -> None:
+def of_one_chat_model() -> dict[str, Any]:
     whole, config = chat_model(), GenerationConfig(max_new_tokens=6)
     torch.manual_seed(5)
     seeds = torch.randint(2**63 - 1, (2,)).tolist()
-    number = torch.rand(())
-    sampled = []
+    found: dict[str, Any] = {"next number": torch.rand(()), "list": []}
     for seed, rows in zip(seeds, prompt(4).split(2), strict=True):
         torch.manual_seed(seed)
-        sampled.append(whole.generate(rows, generation_config=config))
-    parts = whole.generate(prompt(4), generation_config=ending(whole))
-    assert 0 in parts[0, 9:]
+        found["list"].append(whole.generate(rows, generation_config=config))
+    found["parts"] = whole.generate(prompt(4), generation_config=ending(whole))
+    return found
+
+
+def test_settings_of_the_model_count_with_a_given_configuration(
+    two_ranks: list[dict[str, Any]], one_process: dict[str, Any]
+) -> None:
+    of_one = one_process["chat"]
+    assert 0 in of_one["parts"][0, 9:]
     for rank in two_ranks:
-        assert all(map(torch.equal, rank["chat"]["list"], sampled))
-        assert torch.equal(rank["chat"]["next number"], number)
-        assert torch.equal(rank["chat"]["parts"], parts)
+        assert_equal(rank["chat"], of_one)
 
 
 def of_images(model: Any) -> list[torch.Tensor]:
@@ -247,7 +263,7 @@ def expected(kind: str) -> dict[str, Any]:
         for seed, rows in zip(torch.randint(2**63 - 1, (2,)).tolist(), long.split(2), strict=True):
             torch.manual_seed(seed)
             found["sampled list"].append(whole.generate(rows, max_new_tokens=6, do_sample=True))
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast(long.device.type, torch.bfloat16):
             found["autocast"] = whole.generate(long, max_new_tokens=4)
         whole.generate(long, max_new_tokens=3, streamer=streamer)
         found["stream"] = streamer.tokens
@@ -257,9 +273,9 @@ def expected(kind: str) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("kind", ["llama", "adapted gpt2", "t5"])
-def test_tokens_equal_one_process(kind: str, two_ranks: list[dict[str, Any]]) -> None:
-    of_one = expected(kind)
+@pytest.mark.parametrize("kind", KINDS)
+def test_tokens_equal_one_process(kind: str, two_ranks: list[dict[str, Any]], one_process: dict[str, Any]) -> None:
+    of_one = one_process[kind]
     for of_rank in two_ranks:
         assert_equal(of_rank[kind], of_one)
     first, last = two_ranks
@@ -267,8 +283,10 @@ def test_tokens_equal_one_process(kind: str, two_ranks: list[dict[str, Any]]) ->
     assert first[kind]["scores"].get("scores") is None
 
 
-def test_tensor_ranks_have_the_tokens_of_one_process(four_ranks: list[dict[str, Any]]) -> None:
-    of_one = results(MODELS["llama"]().eval().generate, "few")
+def test_tensor_ranks_have_the_tokens_of_one_process(
+    four_ranks: list[dict[str, Any]], one_process: dict[str, Any]
+) -> None:
+    of_one = {name: one_process["llama"][name] for name in cases("few")}
     for of_rank in four_ranks:
         assert_equal(of_rank["llama"], of_one)
     for ours, theirs in zip(four_ranks[2]["llama"]["scores"]["scores"], of_one["scores"]["scores"], strict=True):
