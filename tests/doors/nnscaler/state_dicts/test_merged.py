@@ -184,7 +184,7 @@ def _other_plan(rank: int, plan: str, kind: type[Blocks], merged: Any, expected:
     _parallel_steps(1, module, optimizer)
     trained = _merged(_all_of(_states(module, optimizer)))[0]
     for name, value in expected[0].state_dict().items():
-        torch.testing.assert_close(trained[name], value, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(trained[name], value.cpu(), rtol=1e-5, atol=1e-6)
     states = _deduped(module, optimizer)
     load_deduped_state_dict(module, states[0], optimizer, states[1])
     _assert_equal(_merged(_all_of(states))[0], trained, f"{plan} from deduplicated")

@@ -88,7 +88,8 @@ def _assert_state(one: Any, other: Any, error: float = 0.0) -> None:
     for index, values in one.items():
         assert sorted(values) == sorted(other[index])
         for key, value in values.items():
-            torch.testing.assert_close(value, other[index][key], rtol=error, atol=error, msg=f"{key} of {index}")
+            expected = other[index][key].cpu()
+            torch.testing.assert_close(value.cpu(), expected, rtol=error, atol=error, msg=f"{key} of {index}")
 
 
 def _cases(rank: int) -> None:
