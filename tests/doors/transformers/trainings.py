@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from accelerate import PartialState
 from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch.utils.data import Dataset, IterableDataset
@@ -164,12 +165,15 @@ class Training:
 def take_device_of_ranks() -> None:
     """Give accelerate the accelerator of a rank, and start a world with its backend.
 
-    With ``use_cpu`` accelerate starts one of gloo, and it knows no type of a device but those in its code.
+    With ``use_cpu`` accelerate starts one of gloo, and it knows no type of a device but those in its code. Its barrier
+    is for the device with the number of the rank on its host, and a rank of the tests sees one device.
     """
     device = torch.accelerator.current_accelerator(check_available=True)
     if device is None:
         return
     os.environ["ACCELERATE_TORCH_DEVICE"] = f"{device.type}:{torch.accelerator.current_device_index()}"
+    state: Any = PartialState
+    state.wait_for_everyone = lambda _: dist.barrier()
     if not dist.is_initialized():
         dist.init_process_group(f"cpu:gloo,{device.type}:{dist.Backend.default_device_backend_map[device.type]}")
 
