@@ -246,7 +246,7 @@ class TiedWeights:
     ) -> torch.Tensor:
         """Sum the owners' gradients, of the shape of ``parameter``: ``(V, H)`` for an embedding of V tokens.
 
-        Owners of a sharded parameter have the same rows of it, and sum these.
+        Owners of a sharded parameter have the same rows of it, and sum these where they are, as in host memory.
         """
         rows = local_rows(parameter)
         own = zeros_like(rows, gradient_dtype(parameter)) if own is None else local_rows(own)
@@ -256,10 +256,10 @@ class TiedWeights:
         # The first owner adds up and sends the sum back, so that all copies get the same bits.
         if self._rank != first:
             self._sends.append(transport.send(own, first, Direction.GRADIENT, weight.number))
-            return with_rows(parameter, transport.post_receive(layout, first, Direction.ACTIVATION, weight.number)())
-        contributions = [transport.post_receive(layout, rank, Direction.GRADIENT, weight.number) for rank in others]
-        for contribution in contributions:
-            own = own + contribution()
+            receive = transport.post_receive(layout, first, Direction.ACTIVATION, weight.number)
+            return with_rows(parameter, receive().to(own.device))
+        for receive in [transport.post_receive(layout, rank, Direction.GRADIENT, weight.number) for rank in others]:
+            own = own + receive().to(own.device)
         self._sends += [transport.send(own, rank, Direction.ACTIVATION, weight.number) for rank in others]
         return with_rows(parameter, own)
 

@@ -128,6 +128,7 @@ def both(rank: int) -> list[dict[str, Trained]]:
             found[-1]["scaled"] = scaled(device), {}
         for of_caller in (False, True):
             found[-1][f"offloaded, {of_caller}"] = offloaded(device, of_caller), {}
+        found[-1]["offloaded, tied over stages"] = offloaded(device, False, 2), {}
     return found
 
 
@@ -150,13 +151,13 @@ def scaled(device: str) -> list[float]:
     return losses
 
 
-def offloaded(device: str, of_caller: bool) -> list[float]:
+def offloaded(device: str, of_caller: bool, pipeline: int = 1) -> list[float]:
     """Numbers of shards in host memory; with those of torch's collectives, in a world of the caller on the device."""
     # One world of a caller in a process: another one would meet the addresses of the first in the store.
     starts_world = of_caller and device == "fake"
     if starts_world:
         dist.init_process_group("cpu:gloo,fake:fccl")
-    with started(device, 1):
+    with started(device, pipeline):
         model = wrapped(make("tied_llama"))
         fully_shard(model, offload_policy=CPUOffloadPolicy(device != "cpu"))
         model.move_model_to_device()
