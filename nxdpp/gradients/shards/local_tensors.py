@@ -34,6 +34,11 @@ def with_rows(like: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     """Return ``rows`` as a tensor that is sharded as ``like`` is; as they are where ``like`` is not."""
     if not isinstance(like, DTensor):
         return rows
+    if like.is_cpu and like.device_mesh.device_type != "cpu":
+        # Rows that ``CPUOffloadPolicy`` keeps in host memory. DTensor.from_local would move them to the mesh's device.
+        offloaded = torch.empty_like(like, dtype=rows.dtype)
+        local_rows(offloaded).copy_(rows)
+        return offloaded
     sharded: torch.Tensor = DTensor.from_local(
         rows, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
     )
