@@ -18,11 +18,20 @@ Kind = Literal["all_reduce", "all_gather", "reduce_scatter"]
 
 
 class SentBytes:
-    """The least bytes that this rank sends in collectives of its tensor groups, and the steps of all collectives."""
+    """What this rank sends.
+
+    Attributes:
+        total: the least bytes, in collectives of its tensor groups.
+        steps: of these collectives.
+        tokens: bytes of the tokens of all its experts' exchanges, also those that stay on this rank.
+        exchanges: number of these.
+    """
 
     def __init__(self) -> None:
         self.total = 0.0
         self.steps = 0
+        self.tokens = 0.0
+        self.exchanges = 0
 
 
 _counters: list[SentBytes] = []
@@ -43,6 +52,13 @@ def note_collective(kind: Kind, whole: int, ranks: int) -> None:
     for counter in _counters:
         counter.total += least_sent(kind, whole, ranks)
         counter.steps += least_steps(kind, ranks)
+
+
+def note_tokens(whole: float) -> None:
+    """Count an exchange of ``whole`` bytes of tokens with the ranks of an expert group."""
+    for counter in _counters:
+        counter.tokens += whole
+        counter.exchanges += 1
 
 
 @contextmanager

@@ -10,7 +10,8 @@ import torch
 from nxdpp.experts.interface import other_implementation
 from nxdpp.experts.participant import Experts
 from nxdpp.experts.routing import routing_of
-from nxdpp.experts.tokens import LocalExperts, dispatched
+from nxdpp.experts.tokens import LocalExperts, counted_tokens, dispatched
+from nxdpp.gradients.expert_parameters import is_of_experts
 from nxdpp.ranks import parallel_state
 from nxdpp.tensor.collectives import has_values
 from nxdpp.tensor.tensor_attributes import KeepsAttributes
@@ -46,8 +47,7 @@ class DividedExperts(KeepsAttributes):
         choices, routing = index.reshape(len(rows), index.shape[-1]), routing_of(self)
         weights = weights.reshape(choices.shape)
         if not has_values(hidden):
-            # A count of costs: as many rows as this rank has on average.
-            return run(rows, choices % count, weights).view_as(hidden)
+            return counted_tokens(run, count, rows, choices, weights).view_as(hidden)
         call = None if routing is None else routing.choose(self, choices)
         if (other := other_implementation(self, place, count)) is not None:
             brought: torch.Tensor = other(rows, choices, weights)

@@ -104,11 +104,21 @@ def expert_parallelize(model: M, plan: Mapping[str, str] | None = None, *, ep_im
     return model
 
 
+def known_experts(model: nn.Module) -> dict[str, list[nn.Parameter]]:
+    """Return the parameters that ``expert_parallelize`` divides, by the names of their modules; empty without any."""
+    return {name: [PARAMETERS.of(module)[key] for key in keys] for name, (module, keys) in _known(model).items()}
+
+
+def _known(model: nn.Module) -> dict[str, tuple[nn.Module, list[str]]]:
+    """Return the modules of experts, as ``_experts``, by the plan of the model or by shapes."""
+    plan = dict(getattr(model, "ep_plan", None) or {})
+    return _planned(model, plan)[0] if _EXPERTS in plan.values() else _shaped(model)
+
+
 def _experts(model: nn.Module, plan: Mapping[str, str] | None) -> dict[str, tuple[nn.Module, list[str]]]:
     """Return the modules of experts by name, each with the names of its parameters that are divided."""
     if plan is None:
-        plan = dict(getattr(model, "ep_plan", None) or {})
-        found = _planned(model, plan)[0] if _EXPERTS in plan.values() else _shaped(model)
+        found = _known(model)
         if not found:
             raise ValueError(
                 f"{type(model).__name__} has no plan for experts, and no module with parameters gate_up_proj and "

@@ -19,13 +19,15 @@ named. Between leaving and coming the other action of a pair runs (``hand_over``
 The way of a token is that of Lepikhin et al., "GShard" (arXiv 2006.16668), without its capacity.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
+from nxdpp.devices.collective_bytes import note_tokens
 from nxdpp.experts.shared import run_meanwhile
 from nxdpp.pipeline.runtime.overlapped_pair import hand_over
 from nxdpp.ranks.faults.board import board
@@ -33,6 +35,7 @@ from nxdpp.ranks.faults.waits import Wait
 from nxdpp.ranks.host_wire import from_wire, on_wire
 from nxdpp.schedules.actions import ActionKind
 from nxdpp.tensor.collectives import outside_of_graph
+from nxdpp.tracing.graph.swap import swapped
 
 LocalExperts = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """Returns the outputs (rows, H) of rows (rows, H), given the expert (rows, 1) of each and ones (rows, 1) as weights."""
@@ -91,12 +94,41 @@ def dispatched(
     rows = _all_to_all(hidden[order // choices], sent, received, group, ActionKind.DISPATCH, scale)
     local = torch.arange(count, device=hidden.device).repeat(ranks).repeat_interleave(theirs.reshape(-1))
     outputs = _computed(run, rows, local)
-    # Return the outputs, weigh them where the token is, and add them up in the order of its choices.
     back = _all_to_all(outputs, received, sent, group, ActionKind.COMBINE, 1 / scale)
+    return _weighed(back, order, weights, hidden.dtype), tokens
+
+
+def _weighed(back: torch.Tensor, order: torch.Tensor, weights: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Weigh outputs where the token is, and add them up in the order of its choices."""
     places = torch.empty_like(order)
     places[order] = torch.arange(len(order), device=order.device)
-    weighted = back[places].view(*index.shape, -1) * weights.unsqueeze(-1)
-    return weighted.sum(dim=1).to(hidden.dtype), tokens
+    weighted = back[places].view(*weights.shape, -1) * weights.unsqueeze(-1)
+    return weighted.sum(dim=1).to(dtype)
+
+
+# Tokens of a rank in a count of costs, over the mean of its expert group.
+_load = 1.0
+
+
+@contextmanager
+def load_of(times: float) -> Iterator[None]:
+    """Let a rank of a count of costs have ``times`` as many tokens as the mean of its expert group."""
+    with swapped(globals(), {"_load": times}):
+        yield
+
+
+def counted_tokens(
+    run: LocalExperts, count: int, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor
+) -> torch.Tensor:
+    """Do without other ranks, and without values, what ``dispatched`` does; note the messages."""
+    order = index.reshape(-1).argsort(stable=True)
+    number = torch.arange(round(len(order) * _load), device=order.device)
+    # Rows that come are in memory of their own.
+    came = hidden[order // index.shape[-1]][number % max(len(order), 1)]
+    note_tokens(came.nbytes)
+    outputs = _computed(run, came, number % count)
+    note_tokens(outputs.nbytes)
+    return _weighed(outputs[number[: len(order)]], order, weights, hidden.dtype)
 
 
 def _computed(run: LocalExperts, rows: torch.Tensor, local: torch.Tensor) -> torch.Tensor:

@@ -7,7 +7,7 @@
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from nxdpp.devices.kinds import has_streams
 from nxdpp.planning.layout import Layout
@@ -35,8 +35,8 @@ class LowerBounds:
 
     def __init__(self, costs: ModelCosts) -> None:
         self._costs = costs
-        self._groups: dict[tuple[int, bool, int, bool], tuple[StageCosts, RankState]] = {}
-        self._stages: dict[tuple[int, bool, int, bool, int], list[StageCosts]] = {}
+        self._groups: dict[tuple[int, bool, int, int, bool], tuple[StageCosts, RankState]] = {}
+        self._stages: dict[Layout, list[StageCosts]] = {}
 
     def of_undivided(self, layout: Layout) -> Bounds:
         """Return bounds of a group from the model that no tensor group divides, shared evenly by the group."""
@@ -47,9 +47,9 @@ class LowerBounds:
         return self._of_group(layout, layout.tensor, layout.sequence, 1)
 
     def _of_group(self, layout: Layout, tensor: int, sequence: bool, share: int) -> Bounds:
-        key = (tensor, sequence, layout.microbatch, layout.checkpoint)
+        key = (tensor, sequence, layout.microbatch, layout.experts, layout.checkpoint)
         if key not in self._groups:
-            model = self._costs.of(*key[:3])
+            model = self._costs.of(*key[:4])
             (one,) = stage_costs(model, [len(model.layers)], layout.checkpoint, 0.0)
             self._groups[key] = one, rank_state(model, [one])
         one, state = self._groups[key]
@@ -60,11 +60,12 @@ class LowerBounds:
         part = stage_bytes(layout, state, sizes, has_streams(machine.device.kind))
         held = max(one.held + part.gathered - part.gradients, 0.0)
         memory = rank_memory(layout, state, held, machine.device.kind, sizes, 0.0)
-        weights, gradients = state.weights / ranks, state.gradients / ranks
         exchanges = ReplicaCollectives(machine, layout, sizes)
-        work = exchanges.least_in_schedule(weights, gradients, microbatches, microbatches * one.work / ranks)
+        # A pipeline may hide messages of tokens.
+        least_work = one.work - (2 * one.exchange if layout.pipeline > 1 else 0.0)
+        work = exchanges.least_in_schedule(state, microbatches, microbatches * least_work / ranks, 1 / ranks)
         least = memory.weights + memory.gradients + memory.optimizer + held
-        return Bounds(work + exchanges.after_schedule(gradients), least / ranks)
+        return Bounds(work + exchanges.after_schedule(state, 1 / ranks), least / ranks)
 
     def of_layout(self, layout: Layout) -> Bounds:
         """Return bounds of ``layout`` with its cuts."""
@@ -75,13 +76,14 @@ class LowerBounds:
         machine, sizes = self._costs.machine, self._costs.itemsizes
         exchanges = ReplicaCollectives(machine, layout, sizes)
         ends_with_backwards = layout.schedule in _ENDS_WITH_BACKWARDS
+        hidden = 2 if find_family(layout.schedule).overlaps else 0
         before = seconds = most = 0.0
         for rank in range(layout.pipeline):
             own = [stages[stage] for stage in placement.stages_of(rank)]
             # A rank begins after the first forwards of the stages before it, and full backwards of these follow it.
-            work = microbatches * sum(stage.work for stage in own)
+            work = microbatches * sum(stage.work - hidden * stage.exchange for stage in own)
             state = states[rank]
-            work = exchanges.least_in_schedule(state.weights, state.gradients, microbatches, work)
+            work = exchanges.least_in_schedule(state, microbatches, work)
             seconds = max(seconds, before + work)
             before += stages[rank].work if ends_with_backwards else stages[rank].forward
             held = least_held(layout, rank, microbatches, own)
@@ -90,12 +92,12 @@ class LowerBounds:
             activations = max(held + part.gathered - part.gradients, 0.0)
             memory = rank_memory(layout, state, activations, machine.device.kind, sizes, largest_sent(stages))
             most = max(most, memory.total)
-        return Bounds(seconds + exchanges.after_schedule(max(state.gradients for state in states)), most)
+        return Bounds(seconds + max(map(exchanges.after_schedule, states)), most)
 
     def _cut(self, layout: Layout) -> list[StageCosts]:
-        key = (layout.tensor, layout.sequence, layout.microbatch, layout.checkpoint, layout.stages)
+        key = replace(layout, pipeline=layout.stages, data=1, chunks=1, schedule="", zero=0)
         if key not in self._stages:
-            model = self._costs.of(layout.tensor, layout.sequence, layout.microbatch)
+            model = self._costs.of(layout.tensor, layout.sequence, layout.microbatch, layout.experts)
             ends = stage_ends(model, layout.stages, layout.checkpoint)
             action = self._costs.machine.device.action_seconds
             self._stages[key] = stage_costs(model, ends, layout.checkpoint, action)

@@ -19,6 +19,7 @@ _NUMBERS = {
     "--seq-length": "length of a sequence (2048 tokens, or all positions)",
     "--tensor-parallel-size": "ranks that divide each layer (1)",
     "--data-parallel-size": "data-parallel replicas (1)",
+    "--expert-parallel-size": "replicas that divide the experts of each layer (1)",
 }
 
 
@@ -82,6 +83,12 @@ def _add_machine(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="time this machine and the layers in the place of --device, of its kind, and keep the times in "
         "~/.cache/nxdpp",
+    )
+    group.add_argument(
+        "--expert-load",
+        type=float,
+        metavar="X",
+        help="tokens of the busiest rank that shares experts, over the mean (1.25)",
     )
     group.add_argument("--best", type=int, metavar="N", help="layouts to print (10)")
     group.add_argument(

@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import fx, nn
 
+from nxdpp.gradients.expert_parameters import is_of_experts
 from nxdpp.pipeline.partition.layer_costs import (
     StateBytes,
     activation_bytes,
@@ -51,6 +52,9 @@ class LayerTimes:
         forward_wire, backward_wire: seconds of the bytes of collectives of the tensor group.
         forward_latency, backward_latency: their seconds besides the bytes, for any number of samples.
         tensor_bytes: bytes that a rank sends in them.
+        tokens: bytes of tokens that a forward exchanges for experts, also those that stay on a rank, in ``exchanges``
+            messages. A backward exchanges as many.
+        tokens_wire, tokens_latency: seconds of these, all of a forward.
         held: bytes that the layer keeps for its backward.
         kept: bytes that it keeps between input-gradient and weight-gradient.
         kept_gradients: bytes of ``kept`` that the input-gradient makes.
@@ -64,6 +68,8 @@ class LayerTimes:
         rest: bytes of the other ones.
         copied: bytes of gradients that the average over replicas copies into buckets.
         cast: bytes of weights that autocast converts once a step.
+        experts: the part of ``state`` of experts over ranks.
+        exchanges: number of messages of tokens.
         is_layer: False for the head. Checkpoints are of layers.
     """
 
@@ -76,6 +82,9 @@ class LayerTimes:
     forward_latency: float
     backward_latency: float
     tensor_bytes: float
+    tokens: float
+    tokens_wire: float
+    tokens_latency: float
     held: float
     kept: float
     kept_gradients: float
@@ -90,6 +99,8 @@ class LayerTimes:
     rest: int
     copied: int
     cast: int
+    experts: PlannedState
+    exchanges: int
     is_layer: bool = True
 
     @property
@@ -103,10 +114,19 @@ class LayerTimes:
         return self.backward_wire + self.backward_latency
 
     @property
+    def exchange(self) -> float:
+        """Seconds of the messages of tokens of a forward, or of a backward."""
+        return self.tokens_wire + self.tokens_latency
+
+    @property
+    def again(self) -> float:
+        """Seconds of a forward that is recomputed."""
+        return self.forward + self.forward_tensor + self.exchange
+
+    @property
     def work(self) -> float:
         """Seconds of forward and backward."""
-        computed = self.forward + self.input_gradient + self.weight_gradient
-        return computed + self.forward_tensor + self.backward_tensor
+        return self.again + self.input_gradient + self.weight_gradient + self.backward_tensor + self.exchange
 
     def slower(self, forward: float, backward: float) -> "LayerTimes":
         """Return this with the seconds of computation times a factor for the forward and one for the backward."""
@@ -166,7 +186,7 @@ class TiedState:
 
 
 def counted_layers(
-    traced: TracedGraph, root: nn.Module, costs: Mapping[fx.Node, NodeCost], speed: float, link: Link
+    traced: TracedGraph, root: nn.Module, costs: Mapping[fx.Node, NodeCost], speed: float, link: Link, tokens: Link
 ) -> tuple[list[LayerTimes], list[TiedState]]:
     """Return the layers and the head, and the parameters that several of them have.
 
@@ -176,6 +196,7 @@ def counted_layers(
         costs: of each node.
         speed: FLOPs a second.
         link: between the ranks of the tensor group.
+        tokens: over which a rank exchanges all tokens of experts, also those that stay.
     """
     names, assigned, owners = layers_and_head(traced, root)
     parameters = dict(listings.named_parameters(root, remove_duplicate=False))
@@ -197,6 +218,7 @@ def counted_layers(
         earlier = [node for before in by_layer[:index] for node in before]
         forward_sent = sum(part.forward_sent for part in parts)
         backward_sent = sum(part.backward_sent for part in parts)
+        exchanged, exchanges = sum(part.tokens for part in parts), sum(part.exchanges for part in parts)
         found.append(
             LayerTimes(
                 layer=name,
@@ -208,6 +230,9 @@ def counted_layers(
                 forward_latency=link.latency * sum(part.forward_steps for part in parts),
                 backward_latency=link.latency * sum(part.backward_steps for part in parts),
                 tensor_bytes=forward_sent + backward_sent,
+                tokens=exchanged,
+                tokens_wire=exchanged / tokens.bytes_per_second,
+                tokens_latency=exchanges * tokens.latency,
                 held=held,
                 kept=sum(part.kept for part in parts),
                 kept_gradients=sum(part.kept_gradients for part in parts),
@@ -224,6 +249,8 @@ def counted_layers(
                     each.nbytes for each in held_here.values() if each.requires_grad and each.nbytes < BUCKET_BYTES
                 ),
                 cast=sum(costs[node].cast_bytes for node in nodes),
+                experts=PlannedState.of(filter(is_of_experts, held_here.values())),
+                exchanges=exchanges,
                 is_layer=name in traced.layers,
             )
         )

@@ -1,6 +1,6 @@
 """Layout of a job over its devices: sizes of the dimensions, the schedule, and switches. No torch is imported here."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 
@@ -38,6 +38,7 @@ class Layout:
             ``fully_shard``, they share the parameters too, and gather them once a step. 3: they gather them for each
             microbatch, and reduce its gradients. Half parameters have float32 state from 1 on.
         sequence: the tensor group divides the sequence between linear layers.
+        experts: replicas that share the experts of each layer.
     """
 
     tensor: int = 1
@@ -49,6 +50,12 @@ class Layout:
     checkpoint: bool = False
     zero: int = 0
     sequence: bool = False
+    experts: int = 1
+
+    @property
+    def copies(self) -> int:
+        """Number of replicas with the same experts."""
+        return self.data // self.experts
 
     @property
     def devices(self) -> int:
@@ -94,11 +101,22 @@ class Layout:
                 "sequence parallelism divides the sequence over the ranks of a tensor group, and the tensor-parallel "
                 "size is 1: add --tensor-parallel-size, or leave --sequence-parallel out."
             )
+        if self.experts < 1 or self.data % self.experts:
+            raise ValueError(
+                f"experts are shared by {counted(self.experts, 'replica')}, which must divide the {self.data} of the "
+                f"job: give --expert-parallel-size, or experts=, a divisor of {self.data}."
+            )
         find_family(self.schedule).placement(self.pipeline, self.chunks)
 
 
 def groups_of(
-    devices: int, devices_per_host: int, global_batch: int, layers: int, tensors: Iterable[int], is_half: bool = False
+    devices: int,
+    devices_per_host: int,
+    global_batch: int,
+    layers: int,
+    tensors: Iterable[int],
+    is_half: bool = False,
+    experts: Sequence[int] = (1,),
 ) -> Iterator[Layout]:
     """Give all layouts of ``devices`` devices with one schedule each; ``schedules_of`` has the other schedules.
 
@@ -109,6 +127,7 @@ def groups_of(
         layers: the most stages of the model: its layers and the head.
         tensors: tensor-parallel sizes to try.
         is_half: ``Zero1Optimizer`` has an effect on one replica too: the float32 state of half parameters.
+        experts: numbers of replicas that may share experts.
     """
     for tensor in tensors:
         if devices % tensor or devices_per_host % tensor:
@@ -118,7 +137,8 @@ def groups_of(
             if pipeline > layers or global_batch % data:
                 continue
             zeros = ZERO_STAGES if data > 1 else ZERO_STAGES[: 2 if is_half else 1]
-            switches = product((False, True), zeros, (False, True) if tensor > 1 else (False,))
+            shared = [each for each in experts if data % each == 0]
+            switches = product((False, True), zeros, (False, True) if tensor > 1 else (False,), shared)
             for each, microbatch in product(switches, divisors(global_batch // data)):
                 yield Layout(tensor, pipeline, data, 1, "1f1b", microbatch, *each)
 
@@ -148,6 +168,7 @@ def describe(layout: Layout) -> str:
             ("activation checkpointing", layout.checkpoint),
             (f"ZeRO-{layout.zero}" if layout.data > 1 else "float32 state", layout.zero > 0),
             ("sequence parallel", layout.sequence),
+            (f"experts over {layout.experts} replicas", layout.experts > 1),
         )
         if is_on
     ]

@@ -132,6 +132,16 @@ class Machine:
         """Return the slowest link that a group of ``ranks`` ranks needs, which are ``stride`` apart."""
         return self.link if ranks * stride <= self.devices_per_host or ranks == 1 else self.host_link
 
+    def link_of_tokens(self, ranks: int, stride: int) -> Link:
+        """Return a link that sends equal parts of a message to ``ranks`` ranks, ``stride`` apart, and to itself.
+
+        What goes to ranks of the host and to other hosts takes different wires at the same time.
+        """
+        near = min(max(self.devices_per_host // stride, 1), ranks)
+        parts = ((near - 1) / ranks, self.link), ((ranks - near) / ranks, self.host_link)
+        seconds = max(part / link.bytes_per_second for part, link in parts)
+        return Link(1 / seconds, self.link_of(ranks, stride).latency) if seconds else self.link
+
 
 def find_device(name: str) -> DeviceSpeed:
     """Return the device ``name``; ``ValueError`` with all names for an unknown name."""

@@ -6,6 +6,7 @@ is counted for one sample, and each of its terms grows as the whole model's does
 """
 
 import copy
+import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -16,15 +17,20 @@ from typing import Any, TypeVar
 import torch
 from torch import fx, nn
 
+from nxdpp.counted import counted
 from nxdpp.devices import CUDA
+from nxdpp.experts.parallelize import expert_parallelize, known_experts
+from nxdpp.experts.tokens import load_of
 from nxdpp.pipeline.partition.layer_costs import layers_and_head, shared_bytes, shared_names
 from nxdpp.planning.dtypes import dtype_of
 from nxdpp.planning.layer_times import CountedModel, LayerTimes, counted_layers
+from nxdpp.planning.layout import divisors
 from nxdpp.planning.machine import Job, Machine
 from nxdpp.planning.measured.kept_machine import KeptMachine
 from nxdpp.planning.stage_costs import Itemsizes
 from nxdpp.ranks import parallel_state
 from nxdpp.tensor.collectives import nothing_sent
+from nxdpp.tensor.models.adapters import base_of
 from nxdpp.tracing.costs.count import NodeCost, count_costs
 from nxdpp.tracing.costs.cuda_modes import CudaAutocast, CudaKernels
 from nxdpp.tracing.costs.measure import measure_nodes
@@ -35,6 +41,11 @@ from nxdpp.tracing.modules.layers import find_layer_classes
 from nxdpp.tracing.values.input_dicts import InputDict, open_inputs
 
 M = TypeVar("M", bound=nn.Module)
+
+# Tensor-parallel size, sequence parallelism, samples, and replicas that share experts.
+_Key = tuple[int, bool, int, int]
+# Tokens of the busiest rank of an expert group, over the mean of its ranks.
+EXPERT_LOAD = 1.25
 
 # The largest relative distance of 4 n samples from the line through n and 2 n that counts as none.
 _OFF_A_LINE = 0.005
@@ -53,6 +64,7 @@ class ModelCosts:
             weight-gradient have the shares that are counted. ``None`` for counted seconds.
         autocast: dtype of the autocast around a step; ``None`` without.
         gradient_dtype: in which gradients accumulate and are reduced; ``None`` for the parameters'.
+        expert_load: tokens of the busiest rank of an expert group, over the mean of its ranks.
 
     Its methods raise ``ValueError`` for a model that a tensor group cannot divide, and ``TracingError`` for one that
     cannot be traced.
@@ -68,6 +80,7 @@ class ModelCosts:
         tensor_plan: Mapping[str, str] | None = None,
         autocast: torch.dtype | None = None,
         gradient_dtype: torch.dtype | None = None,
+        expert_load: float = EXPERT_LOAD,
     ) -> None:
         self.machine = machine
         self.job = job
@@ -75,31 +88,53 @@ class ModelCosts:
         self._measured = measured
         self._layer_cls = transformer_layer_cls
         self._tensor_plan = tensor_plan
-        self._factors: dict[tuple[int, bool, int], list[list[float]]] = {}
+        self._load = expert_load
+        self._factors: dict[_Key, list[list[float]]] = {}
         self.dtype = dtype_of(model)
         self.autocast = autocast
         self.itemsizes = Itemsizes(self.dtype.itemsize, (gradient_dtype or self.dtype).itemsize)
         # States of the ranks of layouts, kept by ``predict``.
         self.states: dict[Any, Any] = {}
-        self._counted: dict[tuple[int, bool, int], CountedModel] = {}
-        self._interpolated: dict[tuple[int, bool, int], CountedModel] = {}
+        self._counted: dict[_Key, CountedModel] = {}
+        self._interpolated: dict[_Key, CountedModel] = {}
+
+    @cached_property
+    def expert_sizes(self) -> list[int]:
+        """Numbers of replicas that can share the experts of all layers."""
+        return divisors(math.gcd(*self._numbers_of_experts) or 1)
+
+    @cached_property
+    def _numbers_of_experts(self) -> list[int]:
+        known = known_experts(base_of(self._model)).values()
+        return sorted({len(parameter) for parameters in known for parameter in parameters})
+
+    def check_experts(self, size: int) -> None:
+        """Raise ``ValueError`` for a ``size`` that is none of ``expert_sizes``."""
+        numbers = self._numbers_of_experts
+        if size not in self.expert_sizes:
+            experts = " and ".join(map(str, numbers)) if numbers else "no"
+            raise ValueError(
+                f"{counted(size, 'replica')} cannot share the experts of a {type(self._model).__name__}: its layers "
+                f"have {experts} experts. Give --expert-parallel-size, or experts=, one of "
+                f"{', '.join(map(str, self.expert_sizes))}."
+            )
 
     @property
     def has_half_parameters(self) -> bool:
         """True if the parameters have fewer bits than float32."""
         return self.dtype.itemsize < torch.float32.itemsize
 
-    def of(self, tensor: int, sequence: bool, microbatch: int) -> CountedModel:
-        """Return the costs for a tensor-parallel size and ``microbatch`` samples."""
-        key = (tensor, sequence, microbatch)
+    def of(self, tensor: int, sequence: bool, microbatch: int, experts: int = 1) -> CountedModel:
+        """Return the costs for a tensor-parallel size, ``microbatch`` samples, and ``experts`` that share experts."""
+        key = (tensor, sequence, microbatch, experts)
         if key not in self._interpolated:
             self._interpolated[key] = self._of(*key)
         return self._interpolated[key]
 
-    def _of(self, tensor: int, sequence: bool, microbatch: int) -> CountedModel:
-        if tensor == 1:
+    def _of(self, tensor: int, sequence: bool, microbatch: int, experts: int) -> CountedModel:
+        if tensor == experts == 1:
             return self._of_whole(microbatch)
-        divided_one = self._count(tensor, sequence, 1)
+        divided_one = self._count(tensor, sequence, 1, experts)
         if microbatch == 1:
             return divided_one
         one, more = self._of_whole(1), self.of(1, False, microbatch)
@@ -135,20 +170,22 @@ class ModelCosts:
                 break
         return one
 
-    def _count(self, tensor: int, sequence: bool, microbatch: int, is_measured: bool = True) -> CountedModel:
-        key = (tensor, sequence, microbatch)
+    def _count(
+        self, tensor: int, sequence: bool, microbatch: int, experts: int = 1, is_measured: bool = True
+    ) -> CountedModel:
+        key = (tensor, sequence, microbatch, experts)
         if key not in self._counted:
             self._counted[key] = self._counted_now(*key)
         found = self._counted[key]
         if self._measured is None or not is_measured:
             return found
-        measured = (tensor, sequence, min(microbatch, _MEASURED))
+        measured = (tensor, sequence, min(microbatch, _MEASURED), experts)
         if measured not in self._factors:
             self._count(*measured, is_measured=False)
         layers = zip(found.layers, self._factors[measured], strict=True)
         return replace(found, layers=[layer.slower(*by) for layer, by in layers])
 
-    def _counted_now(self, tensor: int, sequence: bool, microbatch: int) -> CountedModel:
+    def _counted_now(self, tensor: int, sequence: bool, microbatch: int, experts: int) -> CountedModel:
         inputs = self.job.inputs(microbatch)
         opened = open_inputs(inputs, all_kinds=True)
         batch = {name: value for name, value in opened.items() if not isinstance(value, InputDict)}
@@ -162,10 +199,10 @@ class ModelCosts:
         computed = self.autocast or self.dtype
         speed = device.flops(computed)
         how = CountedParts(device.balance(computed), device.operation_seconds * speed)
-        model = on_meta(self._model) if tensor > 1 else self._model
+        model = on_meta(self._model) if tensor > 1 or experts > 1 else self._model
         # Modules of a divided model are of classes derived from these.
         given = None if self._layer_cls is None else find_layer_classes(model, self._layer_cls)
-        with _divided(model, tensor, sequence, self._tensor_plan):
+        with _divided(model, tensor, sequence, experts, self._tensor_plan), load_of(self._load):
             options = TracingOptions(given or find_layer_classes(model, None))
             traced = trace_for(model, inputs, options)
             lists: AbstractContextManager[Any] = nullcontext()
@@ -177,15 +214,16 @@ class ModelCosts:
             kept = self._measured
             if kept is not None and microbatch <= _MEASURED:
                 counted = [round(costs[node].work) for node in traced.graph.nodes if node in costs]
-                self._factors[tensor, sequence, microbatch] = kept.factors(
-                    (type(model).__name__, computed, tensor, sequence, microbatch, counted),
+                self._factors[tensor, sequence, microbatch, experts] = kept.factors(
+                    (type(model).__name__, computed, tensor, sequence, experts, microbatch, counted),
                     lambda where: self._quotients(traced, model, batch, costs, speed, where, kept.clock),
                 )
         link = self.machine.link_of(tensor, 1)
         if sequence:
             scatter, gather = link.rate("reduce_scatter"), link.rate("all_gather")
             link = replace(link, bytes_per_second=2 * scatter * gather / (scatter + gather))
-        layers, tied = counted_layers(traced, model, costs, speed, link)
+        tokens = self.machine.link_of_tokens(experts, tensor)
+        layers, tied = counted_layers(traced, model, costs, speed, link, tokens)
         nowhere = shared_names(traced, layers_and_head(traced, model)[1])
         of_none = sum(cost.parts.forward for node, cost in costs.items() if cost.parts and node.name in nowhere)
         estimated = any(cost.estimated for cost in costs.values())
@@ -219,26 +257,46 @@ class ModelCosts:
 
 
 @contextmanager
-def _divided(model: nn.Module, tensor: int, sequence: bool, plan: Mapping[str, str] | None) -> Iterator[None]:
-    """Divide ``model`` over ``tensor`` ranks, and act as the first of them meanwhile; no process is needed.
+def _divided(
+    model: nn.Module, tensor: int, sequence: bool, experts: int, plan: Mapping[str, str] | None
+) -> Iterator[None]:
+    """Divide ``model`` over ``tensor`` ranks, and its experts over ``experts`` replicas, and act as the first of them.
+
+    No process is needed.
 
     ``tensor_parallelize`` divides it, by its ``plan`` if one is given. Raises ``ValueError`` for a model that
     it refuses.
     """
-    if tensor == 1:
+    if tensor == experts == 1:
         yield
         return
     from nxdpp.tensor.models.parallelize import tensor_parallelize
 
-    parallel_state.initialize_debug(tensor_model_parallel_size=tensor)
+    parallel_state.initialize_debug(
+        data_parallel_size=experts, tensor_model_parallel_size=tensor, expert_model_parallel_size=experts
+    )
     try:
         with warnings.catch_warnings():
             if plan is not None:
                 warnings.simplefilter("ignore")  # the run of the plan compares it
-            tensor_parallelize(model, plan, sequence_parallel=sequence)
+            if experts > 1:
+                expert_parallelize(model)
+            if tensor > 1:
+                tensor_parallelize(model, plan, sequence_parallel=sequence)
         yield
     finally:
         parallel_state.destroy_model_parallel()
+
+
+def active_parameters(model: nn.Module) -> int:
+    """Return the number of parameters that a token passes: of experts those that its router, of a ``top_k``, chooses."""
+    base, found = base_of(model), sum(parameter.numel() for parameter in listings.parameters(model))
+    for name, parameters in known_experts(base).items():
+        block = base.get_submodule(name.rpartition(".")[0])
+        chosen = next((k for each in block.modules() if isinstance(k := getattr(each, "top_k", None), int)), None)
+        for parameter in parameters if chosen else ():
+            found -= parameter[0].numel() * max(len(parameter) - chosen, 0)
+    return found
 
 
 def _grown(one: CountedModel, layers: list[LayerTimes], shared: float) -> CountedModel:

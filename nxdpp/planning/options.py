@@ -20,12 +20,13 @@ _FIELDS = {
     "tensor_parallel_size": "tensor",
     "pipeline_parallel_size": "pipeline",
     "data_parallel_size": "data",
+    "expert_parallel_size": "experts",
     "virtual_pipeline_size": "chunks",
     "schedule": "schedule",
     "zero": "zero",
     "sequence_parallel": "sequence",
 }
-_PASSED = ("hosts", "link", "host_link", "peak", "bandwidth", "autocast", "gradient_dtype", "best")
+_PASSED = ("hosts", "link", "host_link", "peak", "bandwidth", "autocast", "gradient_dtype", "expert_load", "best")
 # Options of a search, and options of a given layout.
 _OF_SEARCH = ("global_batch", "best")
 _OF_LAYOUT = ("num_microbatches", "batch_size")

@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from nxdpp.counted import counted
+from nxdpp.experts.parallelize import expert_parallelize
 from nxdpp.pipeline.activation_checkpoint import apply_checkpoint
 from nxdpp.planning.dtypes import dtype_named, dtype_of, name_of
 from nxdpp.planning.layout import SHARDED, Layout, describe
@@ -57,6 +58,7 @@ class Plan:
         tensor_plan: ``plan`` of ``tensor_parallelize``; ``None`` for its own.
         layer_classes: names of the layers' classes; ``None`` for the layers that ``NxDPPModel`` finds.
         parameters: number of parameters of the model.
+        active_parameters: number of those that a token passes, without experts that it does not choose.
         autocast: dtype of the autocast around a step, or ``None``.
         note: what a reader of the figures must know; empty if nothing.
         gradient_dtype: in which gradients accumulate and are reduced; ``None`` for ``dtype``.
@@ -80,18 +82,25 @@ class Plan:
     autocast: str | None = None
     note: str = ""
     gradient_dtype: str | None = None
+    active_parameters: int = 0
 
     def __str__(self) -> str:
         """The table of the layouts, as ``python -m nxdpp plan`` prints it."""
         below = [*columns(self.best), *left_out(self.too_large, self.device_memory, self.refused or {})]
-        texts = [self.title, "", *layouts_table(self.best), *map(paragraph, filter(None, (self.note, *below)))]
-        return "\n".join(texts)
+        above = [self.title, self.size, "", *layouts_table(self.best)]
+        return "\n".join([*above, *map(paragraph, filter(None, (self.note, *below)))])
 
     @property
     def title(self) -> str:
         """Model, machine and batch in one line."""
         devices = f"{counted(self.devices, f'{self.device} device')} on {counted(self.hosts, 'host')}"
         return f"{self.model}, {devices}, {counted(self.global_batch, 'sample')} per step"
+
+    @property
+    def size(self) -> str:
+        """Numbers of parameters in one line."""
+        active = f", {self.active_parameters:,} of them active" if self.active_parameters != self.parameters else ""
+        return f"parameters: {self.parameters:,}{active}"
 
     @property
     def optimizer_dtype(self) -> str:
@@ -169,10 +178,11 @@ class Plan:
 
         Takes its other ``arguments``, and raises as it does.
         """
-        parallel_state.initialize_model_parallel(self.layout.tensor, self.layout.pipeline, **arguments)
+        sizes = self.layout.tensor, self.layout.pipeline
+        parallel_state.initialize_model_parallel(*sizes, expert_model_parallel_size=self.layout.experts, **arguments)
 
     def wrap(self, wrapper: Callable[..., Any], module: nn.Module, arguments: Mapping[str, Any]) -> Any:
-        """Divide ``module`` over the tensor group, wrap it by ``wrapper``, checkpoint and shard its layers, as planned.
+        """Divide ``module`` over its groups, wrap it by ``wrapper``, checkpoint and shard its layers, as planned.
 
         Args:
             wrapper: class of the wrapped model.
@@ -187,17 +197,21 @@ class Plan:
             raise ValueError(f"the plan chooses {', '.join(twice)}: leave it out, or call NxDPPModel yourself.")
         self.check_model(module)
         layout = self.layout
-        wanted = {"tensor": layout.tensor, "pipeline": layout.pipeline, "data": layout.data}
+        names = ("tensor", "pipeline", "data", "experts")
+        wanted = {name: getattr(layout, name) for name in names}
         found = {
             "tensor": parallel_state.get_tensor_model_parallel_size(),
             "pipeline": parallel_state.get_pipeline_model_parallel_size(),
             "data": parallel_state.get_data_parallel_size(),
+            "experts": parallel_state.get_expert_model_parallel_size(),
         }
         if found != wanted:
             raise ValueError(
                 f"the plan is for {wanted}, and the job has {found}. Start it on {counted(self.devices, 'device')} and "
                 "call plan.initialize()."
             )
+        if layout.experts > 1:
+            expert_parallelize(module)
         if layout.tensor > 1:
             tensor_parallelize(module, **self.tensor_arguments())
         model = wrapper(module, **chosen, **arguments)
@@ -226,7 +240,11 @@ class Plan:
 
     def initialization(self) -> str:
         """Return the line that divides the ranks."""
-        sizes = {"tensor_model_parallel_size": self.layout.tensor, "pipeline_model_parallel_size": self.layout.pipeline}
+        sizes = {
+            "tensor_model_parallel_size": self.layout.tensor,
+            "pipeline_model_parallel_size": self.layout.pipeline,
+            "expert_model_parallel_size": self.layout.experts,
+        }
         given = {name: size for name, size in sizes.items() if size > 1}
         return call("parallel_state.initialize_model_parallel", [], given)
 
@@ -236,6 +254,9 @@ class Plan:
         names = ["NxDPPModel", "parallel_state"]
         imports: list[str] = []
         lines: list[str] = []
+        if layout.experts > 1:
+            names.append("expert_parallelize")
+            lines.append("expert_parallelize(model)")
         if layout.tensor > 1:
             names.append("tensor_parallelize")
             lines.append(call("tensor_parallelize", ["model"], self.tensor_arguments()))

@@ -1,6 +1,7 @@
 """``nxdpp.plan``: the layouts of a job with the shortest steps, from texts and numbers."""
 
 import copy
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -13,7 +14,7 @@ from nxdpp.planning.dtypes import dtype_named, dtype_of, name_of
 from nxdpp.planning.layout import Layout
 from nxdpp.planning.machine import DeviceSpeed, Job, Link, Machine, find_device
 from nxdpp.planning.measured.kept_machine import measured_machine
-from nxdpp.planning.model_costs import ModelCosts, on_meta
+from nxdpp.planning.model_costs import EXPERT_LOAD, ModelCosts, active_parameters, on_meta
 from nxdpp.planning.plan import Plan
 from nxdpp.planning.search import rank_layouts, search
 from nxdpp.planning.text_table import flops_of, rate_of, size_of
@@ -45,15 +46,16 @@ def plan(
     inputs: Inputs | None = None,
     transformer_layer_cls: Any | None = None,
     tensor_plan: Mapping[str, str] | None = None,
+    expert_load: float = EXPERT_LOAD,
     best: int = 10,
 ) -> Plan:
     """Return the layouts of a job with the shortest steps that fit into the memory of a device; not collective.
 
-    It searches all sizes of tensor, pipeline and data parallelism, schedules, stages per rank and microbatches, each
-    with and without activation checkpointing, sequence parallelism, and ZeRO-1, 2 and 3. Of equal sizes and switches
-    only the best schedule and microbatch are returned. Half parameters have float32 optimizer state in all layouts
-    (``Zero1Optimizer``, or shards in float32), unless ``fixed`` has ``"zero": 0``. Nothing is allocated or run. See
-    docs/planner.md for what a prediction has in it.
+    It searches all sizes of tensor, pipeline, data and expert parallelism, schedules, stages per rank and microbatches,
+    each with and without activation checkpointing, sequence parallelism, and ZeRO-1, 2 and 3. Of equal sizes and
+    switches only the best schedule and microbatch are returned. Half parameters have float32 optimizer state in all
+    layouts (``Zero1Optimizer``, or shards in float32), unless ``fixed`` has ``"zero": 0``. Nothing is allocated or run.
+    See docs/planner.md for what a prediction has in it.
 
     Args:
         model_or_config: a model, which is not changed and may be on the meta device, or a configuration of
@@ -85,6 +87,8 @@ def plan(
         transformer_layer_cls: class, or name of a class, of the layers, or a list of these. By default as in
             ``NxDPPModel``.
         tensor_plan: ``plan`` of ``tensor_parallelize`` for tensor-parallel sizes above 1.
+        expert_load: tokens of the busiest of the replicas that share experts, over their mean. Routing is not known
+            before a step: ``last_expert_balance`` has it after one, ``share`` times the number of replicas.
         best: number of predictions.
 
     Raises:
@@ -123,8 +127,10 @@ def plan(
         _link(link or "400GB/s", "link", 5e-6),
         _link(host_link, "host_link", 20e-6),
     )
+    if not 1 <= expert_load < math.inf:
+        raise ValueError(f"expert_load={expert_load!r} is the busiest rank's tokens over the mean: at least 1.")
     job = Job(global_batch, _inputs(model, inputs, seq_length))
-    model_costs = ModelCosts(model, machine, job, kept, transformer_layer_cls, tensor_plan, wanted, summed)
+    model_costs = ModelCosts(model, machine, job, kept, transformer_layer_cls, tensor_plan, wanted, summed, expert_load)
     found = search(model_costs, fixed, best) if layouts is None else rank_layouts(model_costs, layouts, best)
     return Plan(
         model=type(model).__name__,
@@ -138,6 +144,7 @@ def plan(
         tensor_plan=tensor_plan,
         layer_classes=_class_names(transformer_layer_cls),
         parameters=sum(parameter.numel() for parameter in listings.parameters(model)),
+        active_parameters=active_parameters(model),
         autocast=None if wanted is None else name_of(wanted),
         note=_note("" if kept is None else kept.note, named.kind, name, {"peak": peak, "bandwidth": bandwidth}),
         gradient_dtype=None if summed is None else name_of(summed),

@@ -21,7 +21,7 @@ class LinkBytes:
     Attributes:
         tensor: in its tensor group.
         pipeline: to the stages before and behind.
-        data: to other replicas.
+        data: to other replicas, with tokens of experts.
     """
 
     tensor: float
@@ -81,6 +81,7 @@ class Prediction:
         parts = {
             f"compute of rank {number}" if len(self.times) > 1 else "compute": slowest.compute,
             "tensor collectives": slowest.tensor,
+            "tokens of experts": slowest.tokens,
             "waits": slowest.bubble,
             f"ZeRO-{self.layout.zero} exchange" if self.layout.zero else "average": slowest.exchange + slowest.average,
             "optimizer": slowest.optimizer,
@@ -121,8 +122,9 @@ def predict(
             f"{counted(layout.devices, 'device')}, and the machine has {machine.devices}."
         )
     layout.check()
+    costs.check_experts(layout.experts)
     microbatches = layout.microbatches(costs.job.global_batch)
-    model = costs.of(layout.tensor, layout.sequence, layout.microbatch)
+    model = costs.of(layout.tensor, layout.sequence, layout.microbatch, layout.experts)
     ends = list(ends) if ends is not None else stage_ends(model, layout.stages, layout.checkpoint)
     stages = stage_costs(model, ends, layout.checkpoint, machine.device.action_seconds)
     states, of_stages = states_of(costs, layout, stages)
@@ -173,10 +175,10 @@ def states_of(
     """Return the state of each pipeline rank, and of each stage."""
     placement = find_family(layout.schedule).placement(layout.pipeline, layout.chunks)
     ends = tuple(stage.end for stage in stages)
-    key = (layout.tensor, layout.sequence, placement, ends)
+    key = (layout.tensor, layout.sequence, layout.experts, placement, ends)
     if key not in costs.states:
         # State does not depend on the microbatch.
-        model = costs.of(layout.tensor, layout.sequence, 1)
+        model = costs.of(layout.tensor, layout.sequence, 1, layout.experts)
         states = [
             rank_state(model, [stages[each] for each in placement.stages_of(rank)]) for rank in range(layout.pipeline)
         ]
@@ -205,5 +207,7 @@ def _sent(
                 messages += stages[stage].sent
             if stage and placement.rank_of(stage - 1) != rank:
                 messages += stages[stage - 1].sent
-        found.append(LinkBytes(tensor, microbatches * messages, exchanges.sent(state, microbatches, share)))
+        tokens = microbatches * (1 - 1 / layout.experts) * sum(stages[stage].tokens for stage in own)
+        data = exchanges.sent(state, microbatches, share) + tokens
+        found.append(LinkBytes(tensor, microbatches * messages, data))
     return found

@@ -1,5 +1,6 @@
 """Peak memory of a rank: state, activations in flight, the operation that runs, buckets and messages."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -108,7 +109,9 @@ def stage_bytes(layout: Layout, state: RankState, sizes: Itemsizes, on_cuda: boo
 
 def _lasting(layout: Layout, state: RankState, sizes: Itemsizes) -> float:
     """Return the bytes of the gradients that stay to the end of the step."""
-    return state.gradients * (sizes.to_master / layout.data if layout.is_sharded else sizes.to_gradient)
+    return (
+        state.part("gradients", layout) * sizes.to_master if layout.is_sharded else state.gradients * sizes.to_gradient
+    )
 
 
 def rank_memory(
@@ -129,13 +132,13 @@ def rank_memory(
     on_cuda = has_streams(kind)
     buckets = 0.0
     if layout.is_sharded:
-        weights *= sizes.to_master / layout.data
+        weights = state.part("weights", layout) * sizes.to_master
         optimizer = _MOMENTS * gradients
-        step = gradients if on_cuda else 3 * state.largest * sizes.to_master / layout.data
+        step = gradients if on_cuda else 3 * state.largest * sizes.to_master / layout.copies
     elif layout.zero:
-        optimizer = -(-state.sharded // layout.data)
+        optimizer = math.ceil(state.part("sharded", layout))
         bucket = min(gradients, max(BUCKET_BYTES, state.largest * sizes.to_gradient))
-        part = state.gradients * sizes.to_master / layout.data
+        part = state.part("gradients", layout) * sizes.to_master
         # gloo sends copies of the buckets, and gathers into copies.
         step = part + min(_BUCKETS * bucket, gradients) * (1 if on_cuda else 2)
     else:

@@ -22,34 +22,38 @@ class ReplicaCollectives:
         self._layout = layout
         self._sizes = sizes
         self.hides = machine.device.kind != "cpu"
-        # The slowest link of a data-parallel group.
-        self._link = machine.link_of(layout.data, layout.tensor)
+        # Ranks that have the same parameters, and the slowest link between them: first of experts, then of all others.
+        self._groups = (
+            (layout.copies, machine.link_of(layout.copies, layout.tensor * layout.experts)),
+            (layout.data, machine.link_of(layout.data, layout.tensor)),
+        )
 
-    def seconds(self, kind: Kind, whole: float) -> float:
-        """Return the seconds of collectives of ``whole`` bytes, in buckets."""
-        ranks = self._layout.data
-        if ranks == 1 or not whole:
-            return 0.0
-        steps = least_steps(kind, ranks) * math.ceil(whole / BUCKET_BYTES)
-        return least_sent(kind, whole, ranks) / self._link.rate(kind) + steps * self._link.latency
+    def seconds(self, kind: Kind, whole: float, state: RankState) -> float:
+        """Return the seconds of collectives of ``whole`` bytes, in buckets, with the share of experts of ``state``."""
+        found, experts = 0.0, whole * state.experts.weights / max(state.weights, 1)
+        for part, (ranks, link) in zip((experts, whole - experts), self._groups, strict=True):
+            if ranks > 1 and part:
+                steps = least_steps(kind, ranks) * math.ceil(part / BUCKET_BYTES)
+                found += least_sent(kind, part, ranks) / link.rate(kind) + steps * link.latency
+        return found
 
-    def gather(self, weights: float) -> float:
-        """Return the seconds of an all-gather of ``weights`` bytes."""
-        return self.seconds("all_gather", weights)
+    def gather(self, state: RankState, share: float = 1.0) -> float:
+        """Return the seconds of an all-gather of the weights of ``state``, or of a ``share``."""
+        return self.seconds("all_gather", share * state.weights, state)
 
-    def scatter(self, gradients: float) -> float:
-        """Return the seconds of a reduce-scatter of the gradients of parameters of ``gradients`` bytes."""
-        return self.seconds("reduce_scatter", gradients * self._sizes.to_gradient)
+    def scatter(self, state: RankState, share: float = 1.0) -> float:
+        """Return the seconds of a reduce-scatter of the gradients of ``state``, or of a ``share``."""
+        return self.seconds("reduce_scatter", share * state.gradients * self._sizes.to_gradient, state)
 
     def of_stages(self, states: Sequence[RankState]) -> Mapping[ActionKind, Sequence[ExchangeTimes]]:
         """Return the exchanges of the actions that a step has, of each of the stages in ``states``."""
         if self._layout.zero > SHARDED:
             return {
-                ActionKind.GATHER: [ExchangeTimes(self.gather(state.weights)) for state in states],
-                ActionKind.RESHARD: [ExchangeTimes(self.scatter(state.gradients)) for state in states],
+                ActionKind.GATHER: [ExchangeTimes(self.gather(state)) for state in states],
+                ActionKind.RESHARD: [ExchangeTimes(self.scatter(state)) for state in states],
             }
         kind: Kind = "reduce_scatter" if self._layout.zero else "all_reduce"
-        reductions = [self._reduction(kind, state.gradients * self._sizes.to_gradient) for state in states]
+        reductions = [self._reduction(kind, state) for state in states]
         return {
             ActionKind.AVERAGE: reductions,
             ActionKind.REDUCE: reductions,
@@ -60,33 +64,38 @@ class ReplicaCollectives:
         """Two units are gathered ahead, the others under the first forward, which waits for the first unit."""
         ahead = min(state.rest + state.unit if state.rest else 2 * state.unit, state.weights)
         head = min(state.rest + state.unit, ahead) if self.hides else ahead
-        rest = self.gather(state.weights - ahead)
-        return ExchangeTimes(self.gather(ahead) + rest, self.gather(head), self.gather(ahead))
+        first, begun, rest = (self.seconds("all_gather", part, state) for part in (head, ahead, state.weights - ahead))
+        return ExchangeTimes(begun + rest, first, begun)
 
-    def _reduction(self, kind: Kind, whole: float) -> ExchangeTimes:
+    def _reduction(self, kind: Kind, state: RankState) -> ExchangeTimes:
         """Buckets are sent one after the other. The one of the first layer is ready at the end of the backward."""
-        return ExchangeTimes(self.seconds(kind, whole), tail=self.seconds(kind, min(whole, BUCKET_BYTES)))
+        whole = state.gradients * self._sizes.to_gradient
+        tail = self.seconds(kind, min(whole, BUCKET_BYTES), state)
+        return ExchangeTimes(self.seconds(kind, whole, state), tail=tail)
 
-    def after_schedule(self, gradients: float) -> float:
-        """Return the seconds of the exchange of ZeRO-1, of parameters of ``gradients`` bytes."""
-        return self.scatter(gradients) + self.gather(gradients) if self._layout.zero == 1 else 0.0
+    def after_schedule(self, state: RankState, share: float = 1.0) -> float:
+        """Return the seconds of the exchange of ZeRO-1, of the trained parameters of ``state``, or of a ``share``."""
+        if self._layout.zero != 1:
+            return 0.0
+        return self.scatter(state, share) + self.seconds("all_gather", share * state.gradients, state)
 
-    def least_in_schedule(self, weights: float, gradients: float, microbatches: int, work: float) -> float:
+    def least_in_schedule(self, state: RankState, microbatches: int, work: float, share: float = 1.0) -> float:
         """Return the least seconds of ``work`` seconds of a rank's schedule and its exchanges."""
         if self._layout.zero <= SHARDED:
             return work
-        exchange = microbatches * (2 * self.gather(weights) + self.scatter(gradients))
+        exchange = microbatches * (2 * self.gather(state, share) + self.scatter(state, share))
         return max(work, exchange) if self.hides else work + exchange
 
     def sent(self, state: RankState, microbatches: int, split_share: float) -> float:
         """Return the least bytes that a rank sends to replicas in a step; ``split_share`` of backwards gather twice."""
-        data, gradients = self._layout.data, state.gradients * self._sizes.to_gradient
-        scattered = least_sent("reduce_scatter", gradients, data)
+        # All but the part that a rank keeps.
+        others, gradients = state.gradients - state.part("gradients", self._layout), self._sizes.to_gradient
+        scattered = others * gradients
         if self._layout.zero == 0:
-            return least_sent("all_reduce", gradients, data)
+            return 2 * scattered
         if self._layout.zero == 1:
-            return scattered + least_sent("all_gather", state.gradients, data)
-        gathered = least_sent("all_gather", state.weights, data)
+            return scattered + others
+        gathered = state.weights - state.part("weights", self._layout)
         if self._layout.zero == SHARDED:
             return scattered + gathered
         return microbatches * (scattered + (2 + split_share) * gathered)

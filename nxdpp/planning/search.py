@@ -67,6 +67,8 @@ def search(costs: ModelCosts, fixed: Mapping[str, Any] | None = None, best: int 
     if "zero" in fixed:
         check_zero(fixed["zero"])
         _check_zeros(costs, [fixed["zero"]])
+    if "experts" in fixed:
+        costs.check_experts(fixed["experts"])
     found = Found()
     order = _Order(costs, fixed, found)
     for prediction in order.run("seconds", costs.machine.memory):
@@ -127,8 +129,8 @@ class _Order:
         self._found = found
         self._bounds = LowerBounds(costs)
         self._taken: set[Layout] = set()
-        # Tensor sizes, with the switch for sequence parallelism, that the model refuses.
-        self._refused: set[tuple[int, bool]] = set()
+        # Tensor sizes, with the switch for sequence parallelism and the experts, that the model refuses.
+        self._refused: set[tuple[int, bool, int]] = set()
 
     def run(self, by: _By, memory: float) -> Iterator[Prediction]:
         """Give predictions that fit into ``memory``, the best first."""
@@ -166,13 +168,14 @@ class _Order:
                 push(Bounds(exact.step_seconds, exact.peak_bytes), layout, 3, exact)
 
     def _push_group(self, group: Layout, push: Any) -> None:
-        if (group.tensor, group.sequence) in self._refused:
+        divided = group.tensor, group.sequence, group.experts
+        if divided in self._refused:
             return
         try:
             push(self._bounds.of_group(group), group, 1)
         except ValueError as error:
-            self._refused.add((group.tensor, group.sequence))
-            if not group.sequence:
+            self._refused.add(divided)
+            if not group.sequence and group.experts == 1:
                 self._found.refused[group.tensor] = str(error)
 
     def _groups(self) -> Iterator[Layout]:
@@ -181,7 +184,8 @@ class _Order:
         tensors = divisors(machine.devices_per_host)
         half = self._costs.has_half_parameters
         least = 1 if half and "zero" not in self._fixed else 0
-        for group in groups_of(machine.devices, machine.devices_per_host, job.global_batch, layers, tensors, half):
+        sizes = machine.devices, machine.devices_per_host, job.global_batch, layers, tensors, half
+        for group in groups_of(*sizes, self._costs.expert_sizes):
             if group.zero < least or (group.is_sharded and not _can_shard(self._costs)):
                 continue
             # ``_layouts`` chooses the fields of the schedule.

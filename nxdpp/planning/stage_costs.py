@@ -7,8 +7,11 @@ from itertools import accumulate, pairwise
 
 from nxdpp.counted import counted
 from nxdpp.planning.layer_times import CountedModel, LayerTimes, PlannedState
+from nxdpp.planning.layout import Layout
+from nxdpp.schedules.execution import Turns
 
 _MASTER_BYTES = 4
+_NO_STATE = PlannedState(0, 0, 0, 0)
 
 
 @dataclass(frozen=True)
@@ -20,6 +23,10 @@ class StageCosts:
         forward, input_gradient, weight_gradient: seconds, with collectives of the tensor group.
         tensor_seconds: seconds of the collectives only, forward and backward.
         tensor_bytes: bytes that a rank sends in them.
+        exchange: seconds of the messages of tokens of a forward, ``exchanges`` of them, or of a backward. They are
+            among the seconds of each.
+        recomputed_exchange: seconds of those that a recomputed forward sends again.
+        tokens: bytes of all of them, also those that stay on a rank.
         held: bytes kept from the forward to the backward.
         kept: bytes kept from the input-gradient to the weight-gradient.
         kept_gradients: bytes of ``kept`` that the input-gradient makes.
@@ -36,6 +43,10 @@ class StageCosts:
     weight_gradient: float
     tensor_seconds: float
     tensor_bytes: float
+    exchange: float
+    exchanges: int
+    recomputed_exchange: float
+    tokens: float
     held: float
     kept: float
     kept_gradients: float
@@ -49,6 +60,18 @@ class StageCosts:
     def work(self) -> float:
         """Seconds of forward and backward."""
         return self.forward + self.input_gradient + self.weight_gradient
+
+    @property
+    def exchange_seconds(self) -> float:
+        """Seconds of all messages of tokens."""
+        return 2 * self.exchange + self.recomputed_exchange
+
+    def turns(self, seconds: float) -> Turns:
+        """Return the computations of an action of ``seconds``, of equal length, with the messages between them."""
+        if not self.exchanges:
+            return [(seconds, 0.0)]
+        each = (seconds - self.exchange) / (self.exchanges + 1)
+        return [*[(each, self.exchange / self.exchanges)] * self.exchanges, (each, 0.0)]
 
 
 @dataclass(frozen=True)
@@ -79,6 +102,7 @@ class RankState(PlannedState):
         rest: bytes of the parameters of no layer, which it gathers at once too.
         copied: bytes that the average copies into buckets.
         cast: bytes of weights that autocast converts, from the first forward of a step to the last backward.
+        experts: the part of it of experts over ranks.
     """
 
     largest: int = 0
@@ -86,6 +110,12 @@ class RankState(PlannedState):
     rest: int = 0
     copied: int = 0
     cast: int = 0
+    experts: PlannedState = _NO_STATE
+
+    def part(self, of: str, layout: Layout) -> float:
+        """Return a rank's part of the bytes ``of`` a name, where those that have the same parameters share them."""
+        experts: int = getattr(self.experts, of)
+        return (getattr(self, of) - experts) / layout.data + experts / layout.copies
 
 
 def stage_ends(model: CountedModel, stages: int, checkpoint: bool) -> list[int]:
@@ -141,8 +171,7 @@ def _reached(sums: Sequence[float], start: int, slowest: float) -> int:
 
 
 def _work(layer: LayerTimes, checkpoint: bool) -> float:
-    again = layer.forward + layer.forward_tensor if checkpoint and layer.is_layer else 0.0
-    return layer.work + again
+    return layer.work + (layer.again if checkpoint and layer.is_layer else 0.0)
 
 
 def stage_costs(model: CountedModel, ends: Sequence[int], checkpoint: bool, action_seconds: float) -> list[StageCosts]:
@@ -155,13 +184,15 @@ def stage_costs(model: CountedModel, ends: Sequence[int], checkpoint: bool, acti
 def _stage(model: CountedModel, first: int, end: int, checkpoint: bool, action_seconds: float) -> StageCosts:
     layers = model.layers[first:end]
     recomputed = [layer for layer in layers if checkpoint and layer.is_layer]
-    again = sum(layer.forward + layer.forward_tensor for layer in recomputed)
+    again = sum(layer.again for layer in recomputed)
+    exchange = sum(layer.exchange for layer in layers)
+    recomputed_exchange = sum(layer.exchange for layer in recomputed)
     again_tensor = sum(layer.forward_tensor for layer in recomputed)
     # The weight-gradients of a recomputed layer cannot wait for a later action.
     at_once = sum(layer.weight_gradient for layer in recomputed)
     forward_tensor = sum(layer.forward_tensor for layer in layers)
     backward_tensor = sum(layer.backward_tensor for layer in layers) + again_tensor
-    input_gradient = sum(layer.input_gradient + layer.backward_tensor for layer in layers) + again + at_once
+    input_gradient = sum(layer.input_gradient + layer.backward_tensor for layer in layers) + again + at_once + exchange
     weight_gradient = sum(layer.weight_gradient for layer in layers) - at_once
     held, forward_extra, backward_extra = _memory(layers, checkpoint)
     last = end == len(model.layers)
@@ -173,11 +204,15 @@ def _stage(model: CountedModel, first: int, end: int, checkpoint: bool, action_s
     return StageCosts(
         first=first,
         end=end,
-        forward=sum(layer.forward for layer in layers) + forward_tensor + model.shared_forward + action_seconds,
+        forward=sum(layer.again for layer in layers) + model.shared_forward + action_seconds,
         input_gradient=input_gradient + action_seconds,
         weight_gradient=weight_gradient,
         tensor_seconds=forward_tensor + backward_tensor,
         tensor_bytes=sum(layer.tensor_bytes for layer in layers),
+        exchange=exchange,
+        exchanges=sum(layer.exchanges for layer in layers),
+        recomputed_exchange=recomputed_exchange,
+        tokens=2 * sum(layer.tokens for layer in layers) + sum(layer.tokens for layer in recomputed),
         held=held + of_all,
         kept=sum(layer.kept for layer in whole),
         kept_gradients=sum(layer.kept_gradients for layer in whole),
@@ -210,9 +245,9 @@ def rank_state(model: CountedModel, stages: Sequence[StageCosts]) -> RankState:
     """Return the state of a rank that has ``stages``; a tied parameter counts once."""
     held = {number for stage in stages for number in range(stage.first, stage.end)}
     layers = [model.layers[number] for number in sorted(held)]
-    state = PlannedState(0, 0, 0, 0)
+    state = experts = _NO_STATE
     for layer in layers:
-        state = state.plus(layer.state)
+        state, experts = state.plus(layer.state), experts.plus(layer.experts)
     for tied in model.tied:
         state = state.plus(tied.state, -max(len(held.intersection(tied.layers)) - 1, 0))
     return RankState(
@@ -222,4 +257,5 @@ def rank_state(model: CountedModel, stages: Sequence[StageCosts]) -> RankState:
         rest=sum(layer.rest for layer in layers),
         copied=sum(layer.copied for layer in layers),
         cast=sum(layer.cast for layer in layers),
+        experts=experts,
     )

@@ -13,7 +13,7 @@ from nxdpp.planning.stage_costs import Itemsizes, RankState, StageCosts
 from nxdpp.schedules.actions import ActionKind, Schedule
 from nxdpp.schedules.execution import Times, run_in_order
 from nxdpp.schedules.families.registry import find_family
-from nxdpp.schedules.lowering.additions import OF_ZERO, add
+from nxdpp.schedules.lowering.additions import OF_ZERO, TOKENS, add
 from nxdpp.schedules.placement import Placement
 
 # AdamW in torch reads and writes about this many tensors of the size of the parameters.
@@ -27,6 +27,7 @@ class RankTimes:
     Attributes:
         compute: computations of the schedule, without collectives of the tensor group.
         tensor: collectives of the tensor group.
+        tokens: messages of tokens of experts that no computation hides.
         bubble: waits of the schedule.
         exchange: of parameters and gradients of each microbatch that no computation hides: ZeRO-3.
         average: exchange of gradients and parameters once a step that no computation hides.
@@ -35,6 +36,7 @@ class RankTimes:
 
     compute: float
     tensor: float
+    tokens: float
     bubble: float
     exchange: float
     average: float
@@ -48,7 +50,7 @@ class RankTimes:
     @property
     def in_schedule(self) -> float:
         """Seconds of the schedule."""
-        return self.compute + self.tensor + self.bubble + self.exchange
+        return self.compute + self.tensor + self.tokens + self.bubble + self.exchange
 
     def beyond(self, fewer: "RankTimes", share: float) -> "RankTimes":
         """Return this + ``share`` * (this - ``fewer``) for what each microbatch adds."""
@@ -56,6 +58,7 @@ class RankTimes:
             self,
             compute=self.compute + share * (self.compute - fewer.compute),
             tensor=self.tensor + share * (self.tensor - fewer.tensor),
+            tokens=self.tokens + share * (self.tokens - fewer.tokens),
             exchange=self.exchange + share * (self.exchange - fewer.exchange),
             bubble=max(self.bubble + share * (self.bubble - fewer.bubble), 0.0),
         )
@@ -68,9 +71,10 @@ def built(schedule: str, ranks: int, microbatches: int, chunks: int) -> Schedule
 
 
 @lru_cache(maxsize=64)
-def _with_exchanges(schedule: str, ranks: int, microbatches: int, chunks: int, zero: int) -> Schedule:
+def _with_exchanges(schedule: str, ranks: int, microbatches: int, chunks: int, zero: int, tokens: bool) -> Schedule:
     """Return them with the actions of what replicas exchange."""
-    return [add(actions, OF_ZERO[zero]) for actions in built(schedule, ranks, microbatches, chunks)]
+    additions = (*(TOKENS if tokens and find_family(schedule).overlaps else ()), *OF_ZERO[zero])
+    return [add(actions, additions) for actions in built(schedule, ranks, microbatches, chunks)]
 
 
 @lru_cache(maxsize=64)
@@ -107,7 +111,7 @@ def step_times(
     if layout.zero > SHARDED:
         schedule, times = built(*key), times.around_each()
     else:
-        schedule = _with_exchanges(*key, layout.zero if layout.data > 1 else 1)
+        schedule = _with_exchanges(*key, layout.zero if layout.data > 1 else 1, layout.experts > 1)
     run = run_in_order(schedule, len(stages), microbatches, times)
     makespan, lengths = max(run.clocks), (alone.lengths, times.lengths)
     found = []
@@ -116,10 +120,13 @@ def step_times(
         busy, longer = (
             sum(number * each[kind][stage] for (stage, kind), number in counts[rank].items()) for each in lengths
         )
-        once = exposed + max(run.links[rank] - makespan, 0.0) + exchanges.after_schedule(states[rank].gradients)
+        tokens = microbatches * sum(stages[stage].exchange_seconds for stage in placement.stages_of(rank))
+        hidden = run.hidden[rank]
+        once = exposed + max(run.links[rank] - makespan, 0.0) + exchanges.after_schedule(states[rank])
         optimizer = _optimizer_seconds(machine, layout, states[rank], sizes)
-        bubble = max(makespan - longer - exposed, 0.0)
-        found.append(RankTimes(busy - tensor, tensor, bubble, longer - busy, once, optimizer))
+        bubble = max(makespan - (longer - hidden) - exposed, 0.0)
+        computed = busy - tensor - tokens
+        found.append(RankTimes(computed, tensor, tokens - hidden, bubble, longer - busy, once, optimizer))
     return found
 
 
@@ -145,7 +152,11 @@ def times_of(
         own = machine.device.action_seconds
         inputs[0], weights[0] = own, weights[0] + inputs[0] - own
         weights = [weight + own for weight in weights]
-    return Times([cost.forward for cost in stages], inputs, weights, transfer)
+    forwards = [cost.forward for cost in stages]
+    each = zip(stages, forwards, inputs, weights, strict=True)
+    turns = [(cost.turns(forward), cost.turns(i + w)) for cost, forward, i, w in each]
+    tokens = [before for before, _ in turns], [after for _, after in turns]
+    return Times(forwards, inputs, weights, transfer, tokens=tokens)
 
 
 def split_share(schedule: str, ranks: int, microbatches: int, chunks: int) -> float:
@@ -160,5 +171,5 @@ def split_share(schedule: str, ranks: int, microbatches: int, chunks: int) -> fl
 def _optimizer_seconds(machine: Machine, layout: Layout, state: RankState, sizes: Itemsizes) -> float:
     stepped = float(state.gradients)
     if layout.zero:
-        stepped *= sizes.to_master / layout.data
+        stepped = state.part("gradients", layout) * sizes.to_master
     return OPTIMIZER_PASSES * stepped / machine.device.memory_bandwidth

@@ -159,6 +159,7 @@ def initialize_debug(
     data_parallel_size: int = 1,
     tensor_model_parallel_rank: int = 0,
     tensor_model_parallel_size: int = 1,
+    expert_model_parallel_size: int = 1,
     order: Sequence[str] = DIMENSIONS,
 ) -> None:
     """Start the debug mode: this process acts as one rank of a job; not collective.
@@ -178,10 +179,12 @@ def initialize_debug(
         data_parallel_size: number of replicas.
         tensor_model_parallel_rank: index among the ranks that share each layer.
         tensor_model_parallel_size: number of ranks that share each layer.
+        expert_model_parallel_size: consecutive data-parallel ranks that share the experts of a layer.
         order: the dimensions, the outermost first, as in ``initialize_model_parallel``.
 
     Raises:
-        ValueError: for a size below 1, a rank that is not below its size, or an ``order`` without each dimension once.
+        ValueError: for a size below 1, a rank that is not below its size, an expert size that does not divide the
+            replicas, or an ``order`` without each dimension once.
         RuntimeError: after ``initialize_model_parallel``, or in the debug mode of another rank; changes nothing then.
     """
     state = DebugState(
@@ -193,6 +196,7 @@ def initialize_debug(
         rank_mesh=RankMesh(
             pipeline_model_parallel_size, data_parallel_size, tensor_model_parallel_size, checked_order(order)
         ),
+        expert_size=checked_expert_size(expert_model_parallel_size, data_parallel_size),
     )
     present = current_state.running()
     if present is not None and present != state:

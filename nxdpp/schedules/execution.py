@@ -140,6 +140,7 @@ class Execution:
         waits: end of each added action, by its place.
         clocks: end of the last action.
         links: end of the last exchange.
+        hidden: time that pairs are shorter than their actions alone.
     """
 
     def __init__(self, schedule: Schedule, stages: int, microbatches: int, times: Times) -> None:
@@ -147,6 +148,7 @@ class Execution:
         self.waits: list[dict[int, float]] = [{} for _ in schedule]
         self.clocks = [0.0] * len(schedule)
         self.links = [0.0] * len(schedule)
+        self.hidden = [0.0] * len(schedule)
         # Exchanges that have begun on each rank.
         self._begun: list[list[tuple[ActionKind, float, float, float]]] = [[] for _ in schedule]
         self._exchanges = {**dict.fromkeys(ADDED, [ExchangeTimes(0.0)] * stages), **times.exchanges}
@@ -271,12 +273,11 @@ class Execution:
                 self._waits_for_backward[backward.stage + 1] = rank
                 return None
             clock = max(clock, there)
-        tokens = self._times.tokens
-        if tokens is None:
-            alone = self._times.forward[forward.stage]
-            ends = alone, alone + self._full[backward.stage]
-        else:
+        tokens, alone = self._times.tokens, self._times.forward[forward.stage]
+        ends = both = alone, alone + self._full[backward.stage]
+        if tokens is not None:
             ends = taken_in_turns(tokens[0][forward.stage], tokens[1][backward.stage], self._times.hides)
+        self.hidden[rank] += both[1] - ends[1]
         self._paired[rank] |= zip((first, second), ends, strict=True)
         return clock
 

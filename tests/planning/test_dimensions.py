@@ -29,7 +29,7 @@ CONFIG: dict[str, Any] = {
 }
 MATRICES = HIDDEN * HIDDEN * 2 + HIDDEN * (HIDDEN // 2) * 2 + 3 * HIDDEN * MIDDLE
 """Elements of the linear layers of a transformer layer."""
-COUNTED: dict[torch.dtype, dict[tuple[int, bool, int], CountedModel]] = {}
+COUNTED: dict[torch.dtype, dict[tuple[int, bool, int, int], CountedModel]] = {}
 """Counts of the model, for all tests."""
 
 

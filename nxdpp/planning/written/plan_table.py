@@ -20,7 +20,7 @@ def show(plan: Plan, dtype: str, source: str, file: str, details: bool = False, 
     """
     shapes = ", ".join(f"{name} {list(shape)}" for name, shape in plan.sample.items())
     print(paragraph(plan.title))
-    print(f"parameters: {plan.parameters:,}")
+    print(plan.size)
     print(paragraph(f"dtype: {dtype}"))
     print(paragraph(f"optimizer, in all layouts: {_optimizer(plan)}"))
     print(paragraph(f"microbatch of one sample: {shapes}"))

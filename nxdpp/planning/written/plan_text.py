@@ -52,6 +52,8 @@ def columns(best: Sequence[Prediction]) -> Iterator[str]:
     yield "bubble: mean share of the schedule's time in which ranks wait"
     yield "with: c activation checkpointing, s sequence parallel, z1 ZeRO-1 (Zero1Optimizer)"
     yield "z2, z3: ZeRO-2 and 3 (fully_shard), parameters gathered once a step, or for each microbatch"
+    if any(prediction.layout.experts > 1 for prediction in best):
+        yield "e2: experts divided over 2 replicas (expert_parallelize), as many as the number says"
     yield "Each row is the best schedule and microbatch of its sizes and switches."
     if any(prediction.estimated for prediction in best):
         yield "* estimated from the parameters: some layers cannot run without data"
@@ -68,6 +70,7 @@ def left_out(too_large: int, device_memory: int, refused: Mapping[int, str]) -> 
 def _row(number: int, prediction: Prediction) -> list[str]:
     layout = prediction.layout
     switches = (("c", layout.checkpoint), (f"z{layout.zero}", layout.zero > 0), ("s", layout.sequence))
+    switches = (*switches, (f"e{layout.experts}", layout.experts > 1))
     chunks = f" {layout.chunks}" if layout.chunks > 1 else ""
     return [
         f"{number}{'*' if prediction.estimated else ''}",

@@ -35,6 +35,8 @@ class NodeParts:
         forward_sent, backward_sent: bytes that a rank sends at least in its tensor group.
         forward_steps, backward_steps: messages of its collectives that wait for one another.
         backward_flops: FLOPs of the backward.
+        tokens: bytes of tokens that the forward sends to experts and back. The backward sends as many gradients.
+        exchanges: number of these messages.
     """
 
     forward: float = 0.0
@@ -49,6 +51,8 @@ class NodeParts:
     forward_steps: int = 0
     backward_steps: int = 0
     backward_flops: int = 0
+    tokens: float = 0.0
+    exchanges: int = 0
 
     @property
     def work(self) -> float:
@@ -87,7 +91,7 @@ def count_parts(run: NodeRun, how: CountedParts, casts: Sequence[torch.Tensor] =
             # Forward.
             edges, like = _ends(run.forward())
             forward, forward_live = counter.work, live.peak
-            forward_sent, forward_steps = sent.total, sent.steps
+            forward_sent, forward_steps, tokens, exchanges = sent.total, sent.steps, sent.tokens, sent.exchanges
             if not edges:
                 return NodeParts(
                     forward, forward_live=forward_live, forward_sent=forward_sent, forward_steps=forward_steps
@@ -120,6 +124,8 @@ def count_parts(run: NodeRun, how: CountedParts, casts: Sequence[torch.Tensor] =
                 forward_steps,
                 sent.steps - backward_steps,
                 flops.get_total_flops() - flops_before,
+                tokens,
+                exchanges,
             )
     finally:
         for parameter in parameters:
