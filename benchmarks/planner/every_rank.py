@@ -62,7 +62,7 @@ class RankPeak:
 
 def layouts() -> list[tuple[Run, Layout, float | None]]:
     """Return runs, each with its layout and the published GiB of its fullest rank, if printed."""
-    runs = [run for run in (*published.RUNS, published.DEEPSEEK_V3) if run.name in _RUNS]
+    runs = [run for run in (*published.RUNS, published.DEEPSEEK_V3) if run.name in _RUNS and run.layout.experts == 1]
     return [
         (run, replace(run.layout, schedule=name, chunks=chunks), run.memory[0] if run.memory else None)
         for run in runs

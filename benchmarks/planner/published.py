@@ -13,8 +13,10 @@ from transformers import (
     DeepseekV3Config,
     GPT2Config,
     LlamaConfig,
+    MixtralConfig,
     PreTrainedConfig,
     PreTrainedModel,
+    Qwen3MoeConfig,
 )
 
 from benchmarks.report import markdown_table
@@ -48,7 +50,7 @@ class Run:
 
     Attributes:
         name: its model and devices.
-        model: key of ``_LLAMAS`` or ``_GPTS``, or DeepSeek-V3.
+        model: key of ``_LLAMAS``, ``_GPTS`` or ``_MIXTURES``.
         cluster: its devices.
         batch: sequences of a step.
         length: tokens of a sequence.
@@ -87,6 +89,8 @@ _A100 = Cluster(DEVICES["a100"], 80 * 10**9, 300e9, 25e9)
 _H100 = Cluster(DEVICES["h100"], 80 * 10**9, 450e9, 50e9)
 # The source: 2.4 TB/s, and a peak between that of the SXM module (989 TFLOP/s) and of the NVL (835), not known exactly.
 _H100_500W = Cluster(DEVICES["h100"].with_data_sheet(912e12, 2.4e12), 96 * 2**30, 450e9, 50e9)
+# NVLink of 400 GB/s, both ways together.
+_H800 = Cluster(DEVICES["h100"], 80 * 10**9, 200e9, 50e9)
 # FLOPs of a token by PaLM's definition (6 N + 12 L H Q T), which the source names: attention counts.
 _LLAMA_FLOPS = 6 * 405e9 + 12 * 126 * 16384 * 8192
 _FLOAT8 = "float8, torch.compile, asynchronous tensor collectives"
@@ -139,6 +143,24 @@ _GPTS = {
     "529.6B": (20480, 105, 128, 51200, 2048),
     "1,008B": (25600, 128, 160, 51200, 2048),
 }
+_LOAD = "load of experts"
+# Active parameters without the embedding, and attention that is not causal, as Megatron counts.
+_MIXTRAL_FLOPS = 6 * 12.75e9 + 12 * 32 * 4096 * 4096
+_MIXTURES: dict[str, PreTrainedConfig] = {
+    "Mixtral 8x7B": MixtralConfig(use_cache=False),
+    "Qwen3-235B-A22B": Qwen3MoeConfig(
+        vocab_size=151936, hidden_size=4096, num_hidden_layers=94, num_attention_heads=64, num_key_value_heads=4,
+        head_dim=128, moe_intermediate_size=1536, num_experts=128, num_experts_per_tok=8, use_cache=False,
+    ),
+    "DeepSeek-V3": DeepseekV3Config(use_cache=False),
+}  # fmt: skip
+# Steps of 15,360 sequences, at 180,000 device hours for 1e12 tokens. The published layout has 64 ranks for the
+# experts, and a pipeline of DualPipe with 2 copies of the weights.
+DEEPSEEK_V3 = Run(
+    "DeepSeek-V3, 2,048 H800", "DeepSeek-V3", _H100, 15360, 4096, Layout(8, 16, 16, zero=2),
+    (("dualpipe-v", 2),), 15360 * 4096 / 2048 * 180_000 * 3600 / 1e12,
+    "tensor groups in the place of experts over ranks, ZeRO-2 in the place of 1", "", torch.float32,
+)  # fmt: skip
 RUNS = (
     _llama_3(64, 8192, 430e12),
     _llama_3(128, 16384, 400e12),
@@ -185,14 +207,20 @@ RUNS = (
         Layout(8, 1, 16, zero=3, checkpoint=True, sequence=True, microbatch=2), (("1f1b", 1),),
         2 * 8192 / 8 / 109, "", "", torch.float32,
     ),
-)  # fmt: skip
-
-# Steps of 15,360 sequences, at 180,000 device hours for 1e12 tokens. The published layout has 64 ranks for the
-# experts, and a pipeline of DualPipe with 2 copies of the weights.
-DEEPSEEK_V3 = Run(
-    "DeepSeek-V3, 2,048 H800", "DeepSeek-V3", _H100, 15360, 4096, Layout(8, 16, 16, zero=2),
-    (("dualpipe-v", 2),), 15360 * 4096 / 2048 * 180_000 * 3600 / 1e12,
-    "tensor groups in the place of experts over ranks, ZeRO-2 in the place of 1", "", torch.float32,
+    Run(
+        "Mixtral 8x7B, 64 H100", "Mixtral 8x7B", _H100, 256, 4096, Layout(1, 4, 16, zero=1, experts=8),
+        (("interleaved", 8),), _MIXTRAL_FLOPS * 256 * 4096 / (64 * 438e12), "ZeRO-1 exchanges in the schedule", _LOAD,
+        torch.float32,
+    ),
+    Run(
+        "Qwen3-235B-A22B, 256 H100", "Qwen3-235B-A22B", _H100, 2048, 4096, Layout(1, 8, 32, zero=1, experts=32),
+        (("interleaved", 4),), 19.7, "tensor groups of 2, norms and activation functions recomputed, DeepEP", _LOAD,
+        torch.float32,
+    ),
+    replace(
+        DEEPSEEK_V3, cluster=_H800, layout=Layout(1, 16, 128, zero=1, experts=64), unknown=_LOAD,
+        differs="DualPipe, float8, tokens to 4 hosts at most, parts of layers recomputed",
+    ),
 )  # fmt: skip
 
 
@@ -218,8 +246,8 @@ def model_of(name: str, dtype: torch.dtype = torch.bfloat16) -> PreTrainedModel:
 
 
 def _config(name: str) -> PreTrainedConfig:
-    if name == "DeepSeek-V3":
-        return DeepseekV3Config(use_cache=False)
+    if name in _MIXTURES:
+        return _MIXTURES[name]
     return _gpt(name) if name in _GPTS else _llama(name)
 
 
@@ -241,7 +269,8 @@ def _llama(name: str) -> LlamaConfig:
 def _cells(run: Run, found: Prediction, memory: float | None) -> list[str]:
     layout, seconds = found.layout, found.step_seconds
     shared = f"ZeRO-{layout.zero}" if layout.data > 1 and layout.zero else ""
-    on = (shared, "recomputed" if layout.checkpoint else "", "sequence" if layout.sequence else "")
+    experts = f"experts over {layout.experts}" if layout.experts > 1 else ""
+    on = (shared, "recomputed" if layout.checkpoint else "", "sequence" if layout.sequence else "", experts)
     cells = ["", "", ""]
     if memory is not None:
         bytes_ = reserved(found, run.kept) / 2**30

@@ -289,13 +289,13 @@ def _divided(
 
 
 def active_parameters(model: nn.Module) -> int:
-    """Return the number of parameters that a token passes: of experts those that its router, of a ``top_k``, chooses."""
+    """Return the number of parameters that a token passes: of experts those that a router with a ``top_k`` chooses."""
     base, found = base_of(model), sum(parameter.numel() for parameter in listings.parameters(model))
     for name, parameters in known_experts(base).items():
         block = base.get_submodule(name.rpartition(".")[0])
-        chosen = next((k for each in block.modules() if isinstance(k := getattr(each, "top_k", None), int)), None)
-        for parameter in parameters if chosen else ():
-            found -= parameter[0].numel() * max(len(parameter) - chosen, 0)
+        numbers = [k for each in block.modules() if isinstance(k := getattr(each, "top_k", None), int)]
+        for parameter in parameters if numbers else ():
+            found -= parameter[0].numel() * max(len(parameter) - numbers[0], 0)
     return found
 
 

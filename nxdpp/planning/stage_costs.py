@@ -114,8 +114,9 @@ class RankState(PlannedState):
 
     def part(self, of: str, layout: Layout) -> float:
         """Return a rank's part of the bytes ``of`` a name, where those that have the same parameters share them."""
+        whole: int = getattr(self, of)
         experts: int = getattr(self.experts, of)
-        return (getattr(self, of) - experts) / layout.data + experts / layout.copies
+        return (whole - experts) / layout.data + experts / layout.copies
 
 
 def stage_ends(model: CountedModel, stages: int, checkpoint: bool) -> list[int]:

@@ -1,6 +1,7 @@
 """State of ranks with tensor, data and ZeRO parallelism, against formulas."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -8,14 +9,16 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from nxdpp import parallel_state
+from nxdpp import NxDPPModel, expert_parallelize, parallel_state
 from nxdpp.__main__ import main
+from nxdpp.gradients.expert_parameters import is_of_experts
 from nxdpp.planning.configured_model import microbatch_on_meta
 from nxdpp.planning.layer_times import CountedModel
 from nxdpp.planning.layout import Layout
 from nxdpp.planning.machine import DEVICES, Job, Machine
 from nxdpp.planning.model_costs import ModelCosts
 from nxdpp.planning.predict import Prediction, predict
+from tests.support.expert_models import deepseek_v3, mixtral
 
 VOCABULARY, HIDDEN, MIDDLE, LAYERS = 64, 32, 48, 4
 CONFIG: dict[str, Any] = {
@@ -77,6 +80,81 @@ def test_zero_2_and_3_share_parameters_in_float32(zero: int) -> None:
             one.gradients / 4,
             one.optimizer / 4,
         )
+
+
+def _of_mixture(
+    layout: Layout, model: Any, device: str = "cpu", ends: list[int] | None = None, **options: Any
+) -> Prediction:
+    """Return the prediction of a mixture of four layers, with 8 samples of 16 tokens for each replica."""
+    job = Job(8 * layout.data, lambda size: microbatch_on_meta(model, size, 16))
+    return predict(ModelCosts(model, Machine(layout.devices, 2**40, DEVICES[device]), job, **options), layout, ends)
+
+
+def _mixture(make: Any = mixtral) -> Any:
+    """Grouped experts can be counted in bfloat16."""
+    with torch.device("meta"):
+        return make(4).to(torch.bfloat16)
+
+
+@pytest.mark.parametrize(("make", "experts"), [(mixtral, 1), (mixtral, 2), (mixtral, 4), (deepseek_v3, 2)])
+def test_the_state_of_experts_is_that_of_the_divided_model(make: Any, experts: int) -> None:
+    layout = Layout(pipeline=2, data=4, zero=1, experts=experts)
+    found, shards = (_of_mixture(replace(layout, zero=zero), _mixture(make), ends=[2, LAYERS + 1]) for zero in (1, 3))
+
+    for rank in range(2):
+        sizes = {"pipeline_model_parallel_size": 2, "pipeline_model_parallel_rank": rank, "data_parallel_size": 4}
+        parallel_state.initialize_debug(**sizes, expert_model_parallel_size=experts)
+        try:
+            model = NxDPPModel(expert_parallelize(_mixture(make)), num_microbatches=2, pipeline_cuts=found.cuts)
+            own = list(model.local_parameters())
+        finally:
+            parallel_state.destroy_model_parallel()
+        mine = sum(each.nbytes for each in own if is_of_experts(each))
+        others = sum(each.nbytes for each in own) - mine
+        assert (mine > 0) == (experts > 1)
+        memory = found.memory[rank]
+        assert memory.weights == memory.gradients == mine + others
+        # Two moments and copies of float32, which the ranks with the same parameters share.
+        assert memory.optimizer == 6 * (others / 4 + mine * experts / 4)
+        assert shards.memory[rank].weights == 2 * (others / 4 + mine * experts / 4)
+
+
+def test_tokens_go_to_experts_and_back_in_each_forward_and_backward() -> None:
+    layout = Layout(data=4, experts=2)
+    one, more = (_of_mixture(layout, _mixture(), expert_load=load).sent[0].data for load in (1.0, 1.5))
+    none = _of_mixture(Layout(data=4), _mixture())
+    again = _of_mixture(Layout(data=4, experts=2, checkpoint=True), _mixture(), expert_load=1.0).sent[0].data
+
+    # Layers, microbatches, tokens with two choices of 16 numbers of 2 bytes; half of them stay on their rank.
+    tokens = 4 * 8 * 16 * 2 * 16 * 2 / 2
+    assert more - one == 4 * tokens / 2
+    assert again - one == 2 * tokens
+    # An average of all parameters over 4 ranks, and of experts over the 2 ranks with the same ones.
+    parameters, experts = none.memory[0].weights, 4 * 4 * 3 * 16 * 24 * 2
+    assert one == 4 * tokens + 2 * (parameters - experts) * 3 / 4 + 2 * (experts / 2) / 2
+    assert none.sent[0].data == 2 * parameters * 3 / 4
+
+
+def test_pairs_of_dualpipe_v_hide_tokens_as_the_schedule_says() -> None:
+    sizes = {"pipeline": 2, "data": 2, "chunks": 2, "experts": 2}
+    found = {name: _of_mixture(Layout(**sizes, schedule=name), _mixture(), "h100") for name in ("dualpipe-v", "zb-v")}
+    on_host = _of_mixture(Layout(**sizes, schedule="dualpipe-v"), _mixture())
+
+    for rank in range(2):
+        hidden, shown = (found[name].times[rank].tokens for name in ("dualpipe-v", "zb-v"))
+        assert 0 < hidden < 0.9 * shown
+    # A host does nothing while it exchanges.
+    whole = _of_mixture(Layout(**sizes, schedule="zb-v"), _mixture())
+    assert on_host.times[0].tokens == pytest.approx(whole.times[0].tokens)
+
+
+def test_experts_that_replicas_cannot_share_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"8 replicas cannot share .* 4 experts. Give .* one of 1, 2, 4"):
+        _of_mixture(Layout(data=8, experts=8), _mixture())
+    with pytest.raises(ValueError, match="experts are shared by 4 replicas, which must divide the 2 of the job"):
+        _of_mixture(Layout(data=2, experts=4), _mixture())
+    with pytest.raises(ValueError, match=r"2 replicas cannot share .* LlamaForCausalLM: its layers have no experts"):
+        _predict(Layout(1, 2, 2, experts=2))
 
 
 def _plan(folder: Path, *arguments: str) -> int:

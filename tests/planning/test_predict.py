@@ -35,7 +35,7 @@ LLAMA = LlamaConfig(
 )
 
 
-COUNTED: dict[tuple[float, float], dict[tuple[int, bool, int], CountedModel]] = {}
+COUNTED: dict[tuple[float, float], dict[tuple[int, bool, int, int], CountedModel]] = {}
 
 
 def _llama() -> LlamaForCausalLM:
@@ -149,7 +149,7 @@ def test_more_stages_than_layers_are_refused(counted: CountedModel) -> None:
 
 def test_samples_between_counted_ones_are_interpolated() -> None:
     costs = _costs(1, 12)
-    exact = costs._counted_now(1, False, 3)
+    exact = costs._counted_now(1, False, 3, 1)
     for one, two in zip(costs.of(1, False, 3).layers, exact.layers, strict=True):
         assert (one.forward, one.held) == pytest.approx((two.forward, two.held), rel=0.01)
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from nxdpp.planning.bounds import LowerBounds
 from nxdpp.planning.configured_model import microbatch_on_meta
 from nxdpp.planning.layout import Layout, groups_of, schedules_of
 from nxdpp.planning.machine import DEVICES, Job, Link, Machine
@@ -16,6 +17,7 @@ from nxdpp.planning.model_costs import ModelCosts
 from nxdpp.planning.predict import Prediction, predict
 from nxdpp.planning.search import rank_layouts, search
 from nxdpp.planning.text_table import size_of
+from tests.support.expert_models import mixtral
 
 LLAMA = LlamaConfig(
     vocab_size=512,
@@ -139,3 +141,41 @@ def test_a_prediction_of_many_microbatches_is_that_of_the_whole_schedule() -> No
         whole = predict(costs, layout, shorten=False)
         assert few.step_seconds == pytest.approx(whole.step_seconds, rel=1e-6), layout
         assert few.peak_bytes == pytest.approx(whole.peak_bytes, rel=2e-3), layout
+
+
+def _mixture(memory: int, device: str = "h100") -> ModelCosts:
+    """Four devices and 8 samples of 64 tokens."""
+    with torch.device("meta"):
+        model = mixtral(4, hidden_size=64, intermediate_size=4096).to(torch.bfloat16)
+    machine = Machine(4, memory, DEVICES[device], link=Link(1e9))
+    return ModelCosts(model, machine, Job(8, lambda size: microbatch_on_meta(model, size, 64)))
+
+
+def test_experts_are_divided_where_no_rank_could_hold_them_all() -> None:
+    fixed = {"tensor": 1, "pipeline": 1, "zero": 0}
+    whole = rank_layouts(_mixture(10**12), [Layout(data=4)]).best[0]
+    costs = _mixture(int(0.6 * whole.peak_bytes))
+
+    found = search(costs, fixed, best=20)
+
+    assert {each.layout.experts for each in found.best} <= {2, 4}
+    assert found.too_large
+    with pytest.raises(ValueError, match=r"3 replicas cannot share the experts .* one of 1, 2, 4"):
+        search(costs, {"experts": 3})
+
+
+def test_bounds_of_layouts_of_mixtures_are_below_their_predictions() -> None:
+    costs = _mixture(10**12)
+    bounds = LowerBounds(costs)
+    groups = [
+        Layout(1, pipeline, 4 // pipeline, zero=zero, checkpoint=checkpoint, experts=experts)
+        for pipeline, experts in ((1, 1), (1, 4), (2, 2))
+        for zero, checkpoint in product((0, 1, 3), (False, True))
+    ]
+    for group in groups:
+        for schedule, chunks in schedules_of(group.pipeline, 5):
+            layout = replace(group, schedule=schedule, chunks=chunks)
+            found = predict(costs, layout)
+            for bound in (bounds.of_undivided(layout), bounds.of_group(layout), bounds.of_layout(layout)):
+                assert bound.seconds <= found.step_seconds * (1 + 1e-9), layout
+                assert bound.bytes <= found.peak_bytes * (1 + 1e-9), layout

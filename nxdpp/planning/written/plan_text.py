@@ -69,8 +69,8 @@ def left_out(too_large: int, device_memory: int, refused: Mapping[int, str]) -> 
 
 def _row(number: int, prediction: Prediction) -> list[str]:
     layout = prediction.layout
-    switches = (("c", layout.checkpoint), (f"z{layout.zero}", layout.zero > 0), ("s", layout.sequence))
-    switches = (*switches, (f"e{layout.experts}", layout.experts > 1))
+    on = (("c", layout.checkpoint), (f"z{layout.zero}", layout.zero > 0), ("s", layout.sequence))
+    switches = (*on, (f"e{layout.experts}", layout.experts > 1))
     chunks = f" {layout.chunks}" if layout.chunks > 1 else ""
     return [
         f"{number}{'*' if prediction.estimated else ''}",

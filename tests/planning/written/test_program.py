@@ -13,6 +13,7 @@ from nxdpp.__main__ import main
 from nxdpp.planning.layout import Layout
 from nxdpp.planning.written.program import program
 from tests.planning.test_plan_command import CONFIG
+from tests.support.expert_models import mixtral
 from tests.support.run_program import run_program
 
 OPTIONS = ["--devices", "2", "--device-memory", "1GB", "--global-batch", "4", "--device", "cpu", "--link", "1GB/s"]
@@ -48,14 +49,26 @@ def test_written_programs_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     source = program(replace(shards, device_memory=1000), str(configuration))
     assert "deferred_init(lambda: LlamaForCausalLM(config))" in source
     (tmp_path / "sharded.py").write_text(source)
-    start = 'import runpy\n\nfor name in ("train", "deferred", "sharded"):\n    runpy.run_path(f"{name}.py")\n'
+    (tmp_path / "mixture").mkdir()
+    mixtral(2, vocab_size=64).config.to_json_file(tmp_path / "mixture" / "config.json")
+    given = [str(tmp_path / "mixture"), *OPTIONS, "--expert-parallel-size", "2", "--seq-length", "16"]
+    assert main(["plan", *given, "--write", str(tmp_path / "experts.py")]) == 0
+    printed, source = capsys.readouterr().out, (tmp_path / "experts.py").read_text()
+    assert "parameters: 13,488, 8,880 of them active\n" in printed
+    assert "experts divided over 2 replicas" in printed
+    assert "e2" in printed
+    assert "initialize_model_parallel(expert_model_parallel_size=2)" in source
+    assert "expert_parallelize(model)\nmodel = NxDPPModel(model" in source
+    start = (
+        'import runpy\n\nfor name in ("train", "deferred", "sharded", "experts"):\n    runpy.run_path(f"{name}.py")\n'
+    )
     (tmp_path / "all.py").write_text(start)
 
     ended = run_program("all.py", [], 2, folder=tmp_path)
 
     assert ended.codes == [0] * 2, ended.output
     lines = re.findall(r"step \d: loss \d\.\d+", ended.output)
-    assert len(lines) == 30
+    assert len(lines) == 40
 
 
 def test_a_program_of_many_stages_fits_a_terminal() -> None:
