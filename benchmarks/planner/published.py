@@ -148,9 +148,12 @@ _LOAD = "load of experts"
 _MIXTRAL_FLOPS = 6 * 12.75e9 + 12 * 32 * 4096 * 4096
 _MIXTURES: dict[str, PreTrainedConfig] = {
     "Mixtral 8x7B": MixtralConfig(use_cache=False),
-    "Qwen3-235B-A22B": Qwen3MoeConfig(
-        vocab_size=151936, hidden_size=4096, num_hidden_layers=94, num_attention_heads=64, num_key_value_heads=4,
-        head_dim=128, moe_intermediate_size=1536, num_experts=128, num_experts_per_tok=8, use_cache=False,
+    "Qwen3-235B-A22B": Qwen3MoeConfig.from_dict(
+        {
+            "vocab_size": 151936, "hidden_size": 4096, "num_hidden_layers": 94, "num_attention_heads": 64,
+            "num_key_value_heads": 4, "head_dim": 128, "moe_intermediate_size": 1536, "num_experts": 128,
+            "num_experts_per_tok": 8, "use_cache": False,
+        }
     ),
     "DeepSeek-V3": DeepseekV3Config(use_cache=False),
 }  # fmt: skip

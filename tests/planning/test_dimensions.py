@@ -102,7 +102,11 @@ def test_the_state_of_experts_is_that_of_the_divided_model(make: Any, experts: i
     found, shards = (_of_mixture(replace(layout, zero=zero), _mixture(make), ends=[2, LAYERS + 1]) for zero in (1, 3))
 
     for rank in range(2):
-        sizes = {"pipeline_model_parallel_size": 2, "pipeline_model_parallel_rank": rank, "data_parallel_size": 4}
+        sizes: dict[str, Any] = {
+            "pipeline_model_parallel_size": 2,
+            "pipeline_model_parallel_rank": rank,
+            "data_parallel_size": 4,
+        }
         parallel_state.initialize_debug(**sizes, expert_model_parallel_size=experts)
         try:
             model = NxDPPModel(expert_parallelize(_mixture(make)), num_microbatches=2, pipeline_cuts=found.cuts)
@@ -136,7 +140,7 @@ def test_tokens_go_to_experts_and_back_in_each_forward_and_backward() -> None:
 
 
 def test_pairs_of_dualpipe_v_hide_tokens_as_the_schedule_says() -> None:
-    sizes = {"pipeline": 2, "data": 2, "chunks": 2, "experts": 2}
+    sizes: dict[str, Any] = {"pipeline": 2, "data": 2, "chunks": 2, "experts": 2}
     found = {name: _of_mixture(Layout(**sizes, schedule=name), _mixture(), "h100") for name in ("dualpipe-v", "zb-v")}
     on_host = _of_mixture(Layout(**sizes, schedule="dualpipe-v"), _mixture())
 

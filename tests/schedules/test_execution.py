@@ -4,7 +4,7 @@ import pytest
 
 from nxdpp.schedules.actions import ActionKind, parse_action
 from nxdpp.schedules.execution import ExchangeTimes, Execution, Times, run_in_order
-from nxdpp.schedules.lowering.additions import AVERAGE, SHARDS_ONCE_A_STEP, Additions, add
+from nxdpp.schedules.lowering.additions import AVERAGE, SHARDS_ONCE_A_STEP, TOKENS, Additions, add
 
 # Four units, of which two are gathered ahead; a reduction in one bucket.
 GATHER = ExchangeTimes(100, head=25, ahead=50)
@@ -45,3 +45,16 @@ def test_nothing_hides_an_exchange_on_a_cpu() -> None:
     run = _run("0F0 1F0 1B0 0B0", [50.0, 50.0], SHARDS_ONCE_A_STEP, hides=False)
 
     assert run.clocks == [200 + 2 * 200 + (25 + 50) * 2]
+
+
+def test_a_pair_is_shorter_by_the_exchanges_of_tokens_that_it_hides() -> None:
+    """The forward of stage 0 and the backward of stage 1 exchange once each, 5 long, while the other one computes."""
+    actions = [parse_action(each) for each in "0F0 1F0 0F1 1B0 1F1 1B1 0B0 0B1".split()]
+    whole = [(25.0, 0.0)]
+    forward, backward = [[(10.0, 5.0), (10.0, 0.0)], whole], [whole, [(20.0, 5.0), (5.0, 0.0)]]
+    times = Times([25.0, 25.0], [25.0, 30.0], [0.0, 0.0], [0.0, 0.0], tokens=(forward, backward))
+
+    alone, paired = (run_in_order([add(actions, additions)], 2, 2, times) for additions in ((), TOKENS))
+
+    assert (alone.hidden, paired.hidden) == ([0.0], [10.0])
+    assert alone.clocks[0] - paired.clocks[0] == 10.0

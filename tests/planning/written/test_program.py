@@ -54,7 +54,7 @@ def test_written_programs_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     given = [str(tmp_path / "mixture"), *OPTIONS, "--expert-parallel-size", "2", "--seq-length", "16"]
     assert main(["plan", *given, "--write", str(tmp_path / "experts.py")]) == 0
     printed, source = capsys.readouterr().out, (tmp_path / "experts.py").read_text()
-    assert "parameters: 13,488, 8,880 of them active\n" in printed
+    assert "parameters: 13,520, 8,912 of them active\n" in printed
     assert "experts divided over 2 replicas" in printed
     assert "e2" in printed
     assert "initialize_model_parallel(expert_model_parallel_size=2)" in source
