@@ -49,7 +49,7 @@ def test_nothing_hides_an_exchange_on_a_cpu() -> None:
 
 def test_a_pair_is_shorter_by_the_exchanges_of_tokens_that_it_hides() -> None:
     """The forward of stage 0 and the backward of stage 1 exchange once each, 5 long, while the other one computes."""
-    actions = [parse_action(each) for each in "0F0 1F0 0F1 1B0 1F1 1B1 0B0 0B1".split()]
+    actions = [parse_action(each) for each in ["0F0", "1F0", "0F1", "1B0", "1F1", "1B1", "0B0", "0B1"]]
     whole = [(25.0, 0.0)]
     forward, backward = [[(10.0, 5.0), (10.0, 0.0)], whole], [whole, [(20.0, 5.0), (5.0, 0.0)]]
     times = Times([25.0, 25.0], [25.0, 30.0], [0.0, 0.0], [0.0, 0.0], tokens=(forward, backward))
