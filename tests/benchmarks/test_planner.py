@@ -1,17 +1,25 @@
 """The planner's accuracy on a tiny Llama: memory of measured ranks, and the figures of the tables."""
 
+import gc
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
+from transformers import AutoConfig, MixtralForCausalLM
 
+import nxdpp
 from benchmarks import planner_accuracy
+from benchmarks.layouts.allocations import allocated
 from benchmarks.layouts.job import Shape
 from benchmarks.planner import published
 from benchmarks.planner.layouts import describe
+from benchmarks.planner.measure import live_bytes
+from nxdpp import NxDPPModel, expert_parallelize, parallel_state
 from nxdpp.planning.layout import Layout
 from nxdpp.planning.measured.kept_machine import KeptMachine
+from tests.support.run_ranks import run_ranks
 
 TINY = Shape(hidden=64, middle=128, layers=4, heads=4, vocabulary=256, batch=1, length=32, microbatches=4)
 SPEED = KeptMachine(
@@ -70,3 +78,53 @@ def test_the_memory_of_the_published_405b_is_predicted() -> None:
     assert row[6:9] == [f"{gib:.1f}", f"{bytes_:.1f}", f"{bytes_ / gib:.2f}"]
     assert published.reserved(found) / 2**30 / gib == pytest.approx(0.83, abs=0.005)
     assert row[5] == f"{found.step_seconds / run.seconds:.2f}"
+
+
+def _mixture() -> nn.Module:
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4, "num_local_experts": 4}
+    config = AutoConfig.for_model("mixtral", vocab_size=512, num_attention_heads=4, num_key_value_heads=4, **sizes)
+    model: nn.Module = MixtralForCausalLM(config)
+    return model.to(torch.bfloat16)
+
+
+def _peak(rank: int) -> tuple[int, float]:
+    """Bytes at the peak of a step, and the tokens of this rank over the mean of the two that share experts."""
+    parallel_state.initialize_model_parallel(expert_model_parallel_size=2)
+    torch.manual_seed(0)
+    model = NxDPPModel(expert_parallelize(_mixture()), num_microbatches=4)
+    optimizer = torch.optim.AdamW(model.local_parameters(), lr=1e-3)
+    ids = torch.randint(0, 512, (4, 256), generator=torch.Generator().manual_seed(rank))
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model.run_train(input_ids=ids, labels=ids)
+        optimizer.step()
+
+    # The second step makes buckets of gradients.
+    step()
+    step()
+    optimizer.zero_grad()
+    gc.collect()
+    kept = live_bytes()
+    with allocated() as memory:
+        step()
+    return kept + memory.peak, 2 * model.last_expert_balance["routing"]["share"]
+
+
+def test_the_peak_of_the_busiest_rank_that_shares_experts_is_planned() -> None:
+    peaks = run_ranks(2, _peak)
+
+    with torch.device("meta"):
+        model = _mixture()
+    ids = torch.empty(1, 256, dtype=torch.int64, device="meta")
+    (planned,) = nxdpp.plan(
+        model,
+        devices=2,
+        device_memory="1GB",
+        device="cpu",
+        global_batch=2 * 4,
+        inputs={"input_ids": ids, "labels": ids},
+        layouts=[Layout(data=2, experts=2)],
+        expert_load=max(load for _, load in peaks),
+    ).first.memory
+    assert max(peak for peak, _ in peaks) == pytest.approx(planned.total, rel=0.05)

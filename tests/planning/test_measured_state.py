@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, LlamaForCausalLM, MixtralForCausalLM
 
-from nxdpp import NxDPPModel, deferred_init, parallel_state
+from nxdpp import NxDPPModel, deferred_init, expert_parallelize, parallel_state
 from nxdpp.__main__ import main
 from nxdpp.gradients.optimizer.zero1 import Zero1Optimizer
 from tests.support.run_ranks import run_ranks
@@ -40,10 +40,12 @@ class Case(NamedTuple):
     tied: bool = False
     schedule: str = "1f1b"
     deferred: bool = False
+    experts: int = 1
 
     def config(self) -> dict[str, Any]:
         """The content of ``config.json``."""
-        return CONFIG | {"tie_word_embeddings": self.tied}
+        mixture = {"model_type": "mixtral", "architectures": ["MixtralForCausalLM"], "num_local_experts": 4}
+        return CONFIG | {"tie_word_embeddings": self.tied} | (mixture if self.experts > 1 else {})
 
     def flags(self) -> list[str]:
         """The flags of the plan."""
@@ -52,6 +54,7 @@ class Case(NamedTuple):
             *("--num-microbatches", str(MICROBATCHES), "--seq-length", "16", "--schedule", self.schedule),
             *(["--dtype", self.dtype] if self.dtype else []),
             *(["--zero", "1"] if self.zero1 else []),
+            *(["--expert-parallel-size", str(self.experts)] if self.experts > 1 else []),
         ]
 
 
@@ -59,19 +62,26 @@ CASES = [
     Case(zero1=True, deferred=True),
     Case("bfloat16", zero1=True, tied=True, schedule="zb-v"),
     Case(tied=True),
+    Case("bfloat16", zero1=True, deferred=True, experts=2),
 ]
 
 
 def _trained(case: Case, cuts: list[str]) -> dict[str, int]:
     """Bytes of this rank after a step."""
-    config = LlamaConfig(**{name: value for name, value in case.config().items() if name != "model_type"})
-    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=PIPELINE)
+    dtype = getattr(torch, case.dtype or "float32")
+    config = AutoConfig.for_model(**case.config())
+    parallel_state.initialize_model_parallel(
+        pipeline_model_parallel_size=PIPELINE, expert_model_parallel_size=case.experts
+    )
     torch.manual_seed(0)
-    whole = deferred_init(LlamaForCausalLM, config) if case.deferred else LlamaForCausalLM(config)
-    if case.dtype is not None:
-        whole = whole.to(getattr(torch, case.dtype))
+
+    def made() -> nn.Module:
+        model: nn.Module = (MixtralForCausalLM if case.experts > 1 else LlamaForCausalLM)(config)
+        return model.to(dtype)
+
+    whole = deferred_init(made) if case.deferred else made()
     model = NxDPPModel(
-        whole,
+        expert_parallelize(whole) if case.experts > 1 else whole,
         num_microbatches=MICROBATCHES,
         schedule=case.schedule,
         use_zero1_optimizer=case.zero1,
