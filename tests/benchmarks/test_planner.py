@@ -82,7 +82,7 @@ def test_the_memory_of_the_published_405b_is_predicted() -> None:
 
 def _mixture() -> nn.Module:
     sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4, "num_local_experts": 4}
-    config = AutoConfig.for_model("mixtral", vocab_size=512, num_attention_heads=4, num_key_value_heads=4, **sizes)
+    config: Any = AutoConfig.for_model("mixtral", vocab_size=512, num_attention_heads=4, num_key_value_heads=4, **sizes)
     model: nn.Module = MixtralForCausalLM(config)
     return model.to(torch.bfloat16)
 

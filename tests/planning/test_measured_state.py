@@ -69,7 +69,7 @@ CASES = [
 def _trained(case: Case, cuts: list[str]) -> dict[str, int]:
     """Bytes of this rank after a step."""
     dtype = getattr(torch, case.dtype or "float32")
-    config = AutoConfig.for_model(**case.config())
+    config: Any = AutoConfig.for_model(**case.config())
     parallel_state.initialize_model_parallel(
         pipeline_model_parallel_size=PIPELINE, expert_model_parallel_size=case.experts
     )
