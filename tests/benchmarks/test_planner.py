@@ -3,6 +3,7 @@
 import gc
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch

@@ -147,8 +147,8 @@ def test_a_prediction_of_many_microbatches_is_that_of_the_whole_schedule() -> No
 def _mixture(memory: int, device: str = "h100") -> ModelCosts:
     """Four devices and 8 samples of 64 tokens."""
     with torch.device("meta"):
-        model: nn.Module = mixtral(4, hidden_size=64, intermediate_size=4096)
-        model.to(torch.bfloat16)
+        model = mixtral(4, hidden_size=64, intermediate_size=4096)
+        nn.Module.to(model, torch.bfloat16)
     machine = Machine(4, memory, DEVICES[device], link=Link(1e9))
     return ModelCosts(model, machine, Job(8, lambda size: microbatch_on_meta(model, size, 64)))
 
