@@ -11,7 +11,6 @@ from nxdpp.experts.interface import other_implementation
 from nxdpp.experts.participant import Experts
 from nxdpp.experts.routing import routing_of
 from nxdpp.experts.tokens import LocalExperts, counted_tokens, dispatched
-from nxdpp.gradients.expert_parameters import is_of_experts
 from nxdpp.ranks import parallel_state
 from nxdpp.tensor.collectives import has_values
 from nxdpp.tensor.tensor_attributes import KeepsAttributes

@@ -63,7 +63,9 @@ def write_picture(title: str, timeline: Timeline, legend: str, file: Path) -> No
                 ]
                 colours = [shade(action.kind, labels.chunk(action), labels.chunks) for *_, action in parts]
                 boxes = [(first, last - first) for first, last, _ in parts]
-                axes.broken_barh(boxes, (rank - 0.45, 0.9), facecolors=colours, edgecolors="white", linewidth=0.5)
+                axes.broken_barh(
+                    boxes, (rank - 0.45, 0.9), facecolors=colours, edgecolors="white", linewidth=0.5, clip_on=False
+                )
                 for first, last, action in parts:
                     if (last - first) / time * _BLOCK >= len(labels.label(action)) * _LETTER:
                         axes.text((first + last) / 2, rank, labels.label(action), color=INK, ha="center", va="center")
@@ -81,7 +83,9 @@ def write_picture(title: str, timeline: Timeline, legend: str, file: Path) -> No
         ]
         figure.legend(handles=entries, loc="upper left", bbox_to_anchor=(0, 1 - 0.45 / height), frameon=False, ncols=4)
         made = io.StringIO()
-        figure.savefig(made, format="svg", metadata={"Date": None, "Creator": None, "Title": title})
+        figure.savefig(
+            made, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None, "Title": title}
+        )
     file.write_text(_shortened(made.getvalue()))
 
 

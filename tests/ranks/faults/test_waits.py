@@ -172,7 +172,7 @@ _EXCHANGES = {
     [pytest.param(each, marks=pytest.mark.sweep if each[0] == 8 else ()) for each in _EXCHANGES],
     ids=lambda layout: "{}ranks_pp{}_tp{}_ep{}_cp{}".format(*layout),
 )
-def test_rank_that_sleeps_before_an_exchange_is_named(layout: tuple[int, ...], tmp_path: Path) -> None:
+def test_rank_that_sleeps_before_an_exchange_is_named(layout: tuple[int, int, int, int, int], tmp_path: Path) -> None:
     ranks, *sizes = layout
     arguments = [*map(str, sizes), str(tmp_path), *sorted(_EXCHANGES[layout])]
     ended = run_program(str(waiting_program.__file__), arguments, ranks, timeout=300.0)

@@ -20,7 +20,9 @@ def _picture(timeline: Timeline, folder: Path, title: str = "a schedule") -> tup
     """Return the texts of the picture and the colours of its boxes, in their order."""
     write_picture(title, timeline, "time: a rank's forward takes 1", folder / "a.svg")
     picture = ElementTree.parse(folder / "a.svg").getroot()
-    styles = [path.get("style", "") for path in picture.iter(f"{SVG}path") if path.get("clip-path")]
+    styles = [
+        path.get("style", "") for path in picture.iter(f"{SVG}path") if "stroke: #ffffff" in path.get("style", "")
+    ]
     return [text.text or "" for text in picture.iter(f"{SVG}text")], [style[6:13] for style in styles]
 
 
