@@ -165,11 +165,11 @@ def test_a_printed_plan_is_the_table_of_the_command(folder: Path, capsys: pytest
     title, table, _ = capsys.readouterr().out.split("\n\n", 2)
     plan = Plan.read(folder / "plan.json")
     printed = str(plan).splitlines()
-    assert printed[:2] == [title.splitlines()[0], ""]
+    assert printed[:3] == [title.splitlines()[0], "parameters: 31,968", ""]
     assert printed[0] == "LlamaForCausalLM, 2 h100 devices on 1 host, 4 samples per step"
     legend = table.splitlines()
-    assert printed[2:] == legend[: len(printed) - 2]
-    assert re.match(r"1 +\d x \d x \d .* \d\S* +[\d.]+ [KM]iB +[\d.]+%$", printed[4])
+    assert printed[3:] == legend[: len(printed) - 3]
+    assert re.match(r"1 +\d x \d x \d .* \d\S* +[\d.]+ [KM]iB +[\d.]+%$", printed[5])
     assert max(map(len, printed)) <= 80
     assert repr(plan).startswith("Plan(model='LlamaForCausalLM', devices=2, ")
 
