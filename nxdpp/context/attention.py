@@ -16,7 +16,9 @@ from torch import nn
 from transformers import AttentionInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from nxdpp.context.cut import own_places
 from nxdpp.context.exchange import to_heads, to_tokens
+from nxdpp.context.mixer import gathered
 from nxdpp.context.sequence import sequences
 from nxdpp.ranks import parallel_state
 from nxdpp.tensor.collectives import has_values
@@ -69,8 +71,7 @@ def _attention(
     """Return the attention ``(B, own tokens, heads, D)`` of this rank's tokens to all; collective over the group.
 
     ``query`` is ``(B, heads, own tokens, D)``, ``key`` and ``value`` may have fewer heads. ``attention_mask`` is that
-    of the whole sequence. Raises ``ValueError`` for numbers of heads that the ranks cannot divide, and for arguments
-    whose meaning for a part of a sequence is not known.
+    of the whole sequence. Raises ``ValueError`` for arguments whose meaning for a part of a sequence is not known.
     """
     function, length = own_function or _eager(module), sequences.length
     if length is None or sequences.are_given:
@@ -91,10 +92,7 @@ def _attention(
             f"tokens of its own sequence. Leave caches and prefixes out."
         )
     if heads % ranks or (of_keys % ranks and ranks % of_keys):
-        raise ValueError(
-            f"{name} has {heads} heads of queries and {of_keys} of keys, which context_parallel_size={ranks} does not "
-            f"divide: give a divisor of both"
-        )
+        return _to_all_keys(function, module, query, key, value, attention_mask, length, kwargs)
     if of_keys % ranks:
         key, value = (each.repeat_interleave(ranks // of_keys, dim=1) for each in (key, value))
     kwargs.pop("position_ids", None)
@@ -108,6 +106,37 @@ def _attention(
         _OfHeads(module, heads, query.shape[1] // key.shape[1]), query, key, value, attention_mask, **kwargs
     )
     return to_tokens(output.transpose(1, 2), length).transpose(1, 2).contiguous(), None
+
+
+def _to_all_keys(
+    function: Callable[..., Any],
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: Any,
+    length: int,
+    kwargs: dict[str, Any],
+) -> tuple[torch.Tensor, None]:
+    """Return the attention of own queries to gathered keys and values, of heads that the ranks do not divide."""
+    ranks, rank = parallel_state.get_context_model_parallel_size(), parallel_state.get_context_model_parallel_rank()
+    own = own_places(length, ranks, rank, query)
+    if isinstance(attention_mask, torch.Tensor) and attention_mask.dim() == 4:
+        attention_mask = attention_mask.index_select(2, own)
+    elif attention_mask is not None:
+        raise ValueError(
+            f"{type(module).__name__} has {query.shape[1]} heads of queries and {key.shape[1]} of keys, which "
+            f"context_parallel_size={ranks} does not divide, and a mask of another kind than SDPA's and eager's: give "
+            f"a divisor of both, or choose model.set_attn_implementation('sdpa')"
+        )
+    elif getattr(module, "is_causal", True) if (given := kwargs.get("is_causal")) is None else given:
+        later = torch.arange(length, device=own.device) > own.unsqueeze(1)
+        empty = query.new_zeros(1, 1, *later.shape)
+        attention_mask = empty.masked_fill(later, torch.finfo(query.dtype).min)
+    key, value = gathered(key, 2, length), gathered(value, 2, length)
+    kwargs = {name: given for name, given in kwargs.items() if name not in ("is_causal", "position_ids")}
+    output, _ = function(module, query, key, value, attention_mask, **kwargs, is_causal=False)
+    return output, None
 
 
 def _own_heads(given: torch.Tensor, heads: int, text: str) -> torch.Tensor:

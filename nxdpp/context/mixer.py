@@ -42,7 +42,7 @@ class WholeSequences(nn.Module):
             if not isinstance(leaf, torch.Tensor) or id(leaf) in sequences.wholes:
                 return sequences.wholes.get(id(leaf), leaf)
             dim = 1 if leaf is hidden else DIMENSION.get(leaf.dim())
-            return leaf if dim is None or leaf.shape[dim] != tokens else _gathered(leaf, dim, length)
+            return leaf if dim is None or leaf.shape[dim] != tokens else gathered(leaf, dim, length)
 
         def cut(leaf: Any) -> Any:
             has_tokens = isinstance(leaf, torch.Tensor) and leaf.dim() > 1 and leaf.shape[1] == length
@@ -70,7 +70,7 @@ def _standing_in(output: Any, hidden: torch.Tensor) -> Any:
     return pytree.tree_map(value, output)
 
 
-def _gathered(own: torch.Tensor, dim: int, length: int) -> torch.Tensor:
+def gathered(own: torch.Tensor, dim: int, length: int) -> torch.Tensor:
     """Return the tokens of all ranks, in order; the gradients of all ranks come back, added up."""
     whole: torch.Tensor = _Gather.apply(own, dim, length)  # type: ignore[no-untyped-call]
     return whole

@@ -55,5 +55,6 @@ class Context(Participant):
 
 def _length(inputs: dict[str, torch.Tensor]) -> int:
     """Return the number of tokens of the sequences in ``inputs``."""
-    found = (each.shape[1] for each in inputs.values() if isinstance(each, torch.Tensor) and each.dim() > 1)
+    named = [inputs[name] for name in ("input_ids", "inputs_embeds", "labels") if name in inputs]
+    found = (each.shape[1] for each in (*named, *inputs.values()) if isinstance(each, torch.Tensor) and each.dim() > 1)
     return next(found, 0)

@@ -159,13 +159,15 @@ class PipelineConfig(Settings[bool, bool]):
         if any(map(is_of_experts, module.parameters())):
             ranks = parallel_state.get_expert_model_parallel_size()
             self._check_divided("expert_parallelize has divided the experts", "expert_model_parallel_size", ranks)
-        if (ranks := parallel_state.get_context_model_parallel_size()) > 1:
-            self._check_context(module, ranks)
+        if parallel_state.model_parallel_is_initialized():
+            self._check_context(module, parallel_state.get_context_model_parallel_size())
         if self.partition_batch is not None:
             self.check_input_names(list(self.partition_batch), "partition_batch")
 
     def _check_context(self, module: nn.Module, ranks: int) -> None:
         """Raise ``ValueError`` for a module whose sequences are whole, and for settings that take them for whole."""
+        if ranks == 1:
+            return
         if not any(getattr(each, "divides_sequences", False) for each in module.modules()):
             raise ValueError(
                 f"context_parallel_size={ranks}, and the sequences of {type(module).__name__} are not divided: wrap "

@@ -6,10 +6,11 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import BartConfig, BartForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import BartConfig, BartForCausalLM, LlamaConfig, LlamaForCausalLM, TrainingArguments
 
 import nxdpp
 from nxdpp import NxDPPModel, context_parallelize, parallel_state
+from nxdpp.integrations import PipelineTrainer
 from tests.context.test_steps import _made, batch_of
 from tests.support.run_ranks import run_ranks
 
@@ -36,6 +37,7 @@ def _refusals(rank: int) -> list[str]:
     routed.config.output_router_logits = True
 
     bart = BartForCausalLM(BartConfig(vocab_size=38, d_model=32, decoder_layers=2, decoder_attention_heads=4))
+    arguments = TrainingArguments(use_cpu=True, report_to="none")
     odd = LlamaForCausalLM(LlamaConfig(**_SMALL, num_attention_heads=2, num_key_value_heads=2))
 
     def wrap(**settings: Any) -> Any:
@@ -57,6 +59,7 @@ def _refusals(rank: int) -> list[str]:
         _message(lambda: nxdpp.apply_compile(wrapped)),
         _message(lambda: nxdpp.tensor_parallelize(_made("llama"), sequence_parallel=True)),
         _message(lambda: nxdpp.neuronx_distributed_config() and nxdpp.initialize_parallel_model({}, lambda: odd)),
+        _message(lambda: PipelineTrainer(_made("llama"), arguments)),
         _message(lambda: wrapped.run_train(**batch_of(0, 8), output_router_logits=True)),
     ]
 
@@ -78,6 +81,7 @@ REFUSED = [
     "leave apply_compile out",
     "context_parallel_size was not compared with sequence_parallel=True",
     "the trainer divides no sequences",
+    "context_parallel_size=2, which PipelineTrainer does not divide sequences over",
     "output_router_logits=True does not go with context_parallelize",
 ]
 

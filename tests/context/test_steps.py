@@ -33,17 +33,20 @@ _SIZES: dict[str, Any] = {
     **{"num_hidden_layers": 4, "use_cache": False, "pad_token_id": 0},
 }
 _EAGER: dict[str, Any] = {"attn_implementation": "eager"}
+_THREE: dict[str, Any] = {"num_attention_heads": 3, "num_key_value_heads": 3, "hidden_size": 24}
 _SPARSE: dict[str, Any] = {"num_local_experts": 4, "num_experts_per_tok": 2}
 MODELS: dict[str, Callable[[], Any]] = {
     "llama": lambda: LlamaForCausalLM(LlamaConfig(**_SIZES, num_key_value_heads=2)),
     "eager": lambda: LlamaForCausalLM(LlamaConfig(**_SIZES, **_EAGER, num_key_value_heads=2)),
+    "three heads": lambda: LlamaForCausalLM(LlamaConfig(**_SIZES | _THREE)),
+    "three heads, eager": lambda: LlamaForCausalLM(LlamaConfig(**_SIZES | _THREE | _EAGER)),
     "window": lambda: MistralForCausalLM(MistralConfig(**_SIZES, num_key_value_heads=4, sliding_window=5)),
     "sinks": lambda: GptOssForCausalLM(GptOssConfig(**_SIZES, **_SPARSE, head_dim=8, num_key_value_heads=2)),
     "experts": lambda: MixtralForCausalLM(MixtralConfig(**_SIZES, **_SPARSE, num_key_value_heads=4)),
 }
 
 
-def batch_of(replica: int, length: int, packed: bool = False) -> dict[str, Tensor]:
+def batch_of(replica: int, length: int, packed: bool = False, is_padded: bool = True) -> dict[str, Tensor]:
     """Four rows of ``length`` tokens, padded on both sides; or two packed sequences in a row."""
     generator = torch.Generator().manual_seed(replica)
     ids = torch.randint(1, VOCABULARY, (2 * MICROBATCHES, length), generator=generator)
@@ -51,6 +54,8 @@ def batch_of(replica: int, length: int, packed: bool = False) -> dict[str, Tenso
         starts = length // 3
         positions = torch.cat([torch.arange(starts), torch.arange(length - starts)]).expand_as(ids)
         return {"input_ids": ids, "labels": ids, "position_ids": positions}
+    if not is_padded:
+        return {"input_ids": ids, "labels": ids}
     mask = torch.ones_like(ids)
     mask[1, -4:], mask[2, :3] = 0, 0
     return {"input_ids": ids, "labels": ids.masked_fill(mask == 0, -100), "attention_mask": mask}
@@ -81,6 +86,7 @@ def differences(
     layout: Mapping[str, Any],
     length: int = 13,
     packed: bool = False,
+    is_padded: bool = True,
     first: Callable[[Any], Any] = lambda module: module,
     before: Callable[[Any], Any] = lambda module: module,
     after: Callable[[Any], Any] = lambda wrapped: None,
@@ -96,7 +102,7 @@ def differences(
     )
     after(wrapped)
     replicas, replica = parallel_state.get_data_parallel_size(), parallel_state.get_data_parallel_rank()
-    batches = [batch_of(each, length, packed) for each in range(replicas)]
+    batches = [batch_of(each, length, packed, is_padded) for each in range(replicas)]
     with Float64():
         loss = wrapped.run_train(**batches[replica])
     expected, alone = _alone(model, batches, settings.get("loss_normalization", "microbatch"))
@@ -132,6 +138,12 @@ CASES: dict[str, tuple[int, Callable[[int], Any]]] = {
             before=nxdpp.expert_parallelize,
         ),
     ),
+    "heads that do not divide": (2, partial(differences, model="three heads", layout=_TWO)),
+    "heads that do not divide, without a mask": (
+        2,
+        partial(differences, model="three heads", layout=_TWO, is_padded=False),
+    ),
+    "heads that do not divide, eager": (2, partial(differences, model="three heads, eager", layout=_TWO)),
     "fewer heads of keys than ranks": (4, partial(differences, model="llama", layout=_FOUR)),
     "1f1b": (4, partial(differences, model="llama", layout=_STAGES)),
     "zb1p": (4, partial(differences, model="llama", layout=_STAGES, schedule="zb1p")),

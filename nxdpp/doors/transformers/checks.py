@@ -117,6 +117,16 @@ def check_split(splits: bool, model: Any, is_divided: bool) -> None:
         )
 
 
+def check_context() -> None:
+    """Raise ``ValueError`` in a job whose ranks share sequences: evaluations would take parts of the logits for all."""
+    if (ranks := parallel_state.get_context_model_parallel_size()) > 1:
+        raise ValueError(
+            f"initialize_model_parallel was called with context_parallel_size={ranks}, which PipelineTrainer does not "
+            f"divide sequences over: train NxDPPModel(nxdpp.context_parallelize(model), ...) in a loop of your own, or "
+            f"leave the size out."
+        )
+
+
 def check_experts(model: nn.Module) -> None:
     """Raise ``ValueError`` for a ``model`` without divided experts in a job whose ranks share experts."""
     ranks = parallel_state.get_expert_model_parallel_size()

@@ -108,6 +108,7 @@ class PipelineTrainer(SavingTrainer, EvaluatingTrainer, ControlledTrainer):
         self._parts = checks.parts_of_batch(num_microbatches, args.gradient_accumulation_steps, most_tokens)
         self._most_tokens = most_tokens
         initialize(args, pipeline_parallel_size)
+        checks.check_context()
         self._replicas = parallel_state.get_data_parallel_size()
         check_replicas(args, self._replicas)
         self._pipeline_arguments = {
